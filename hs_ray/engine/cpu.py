@@ -1,0 +1,22 @@
+"""SGLang on a machine without a GPU: a first-class device for development, tests and the demo."""
+
+import os
+import sys
+from pathlib import Path
+
+STUB = str(Path(__file__).parent / "cpu_stub")
+
+
+def prepare() -> None:
+    """Set up this process and its children; call before sglang is imported.
+
+    SGLang takes its CPU path only with SGLANG_USE_CPU_ENGINE, and imports `sgl_kernel`, whose wheel needs
+    libcuda: the stand-in goes ahead of it.
+    """
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # A torch with NCCL in it would try to start it for tensor parallel ranks, though they talk through gloo.
+    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent")
+    if STUB not in sys.path:
+        sys.path.insert(0, STUB)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STUB]
+    os.environ["PYTHONPATH"] = os.pathsep.join([STUB, *paths])

@@ -1,0 +1,244 @@
+"""HiddenStateEngine: token ids in, states out. One SGLang engine on one group of GPUs, in the actor's process.
+
+A sample is complete when the rows that arrived for its request id cover tokens [0, S) exactly and SGLang has
+answered the request. Anything else raises CaptureError; nothing incomplete is ever handed out.
+
+S tokens of a sample, H hidden_size, C state columns.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from threading import Event, Lock, Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hs_ray.engine import cpu
+from hs_ray.engine.capture import CaptureSetup, make_rid
+from hs_ray.engine.entry import SchedulerEntry
+from hs_ray.engine.options import EngineOptions, server_args
+from hs_ray.engine.patching import check_installed
+from hs_ray.engine.ring import Extent, Ring
+from hs_ray.errors import CaptureError, HsRayError
+from hs_ray.schema import ColumnStats
+
+LATE_SECONDS = 60.0  # between a request's answer and its last rows; they come over different channels
+START_SECONDS = 1800.0  # a scheduler that has not connected by then never will
+
+
+class EngineDiedError(HsRayError):
+    """The scheduler process is gone; every sample in flight is lost."""
+
+
+class RequestError(HsRayError):
+    """SGLang refused or aborted one request."""
+
+
+@dataclass(frozen=True)
+class SampleStates:
+    """states: one uint16 [S, H] view (bf16 bits) a column, in shared memory until `Ticket.release`."""
+
+    states: list[npt.NDArray[np.uint16]]
+    stats: list[ColumnStats]
+
+
+class Ticket:
+    """One sample in the engine."""
+
+    def __init__(self, rid: str, num_tokens: int, extent: Extent, columns: int, waited_s: float):
+        self.rid, self.num_tokens, self.extent, self.waited_s = rid, num_tokens, extent, waited_s
+        self.future: Future[SampleStates] = Future()
+        self._covered = 0
+        self._answered = False
+        self._stats = [ColumnStats()] * columns
+        self._lock = Lock()
+
+    def arrived(self, start: int, count: int, stats: list[list[float]]) -> bool:
+        """Rows [start, start + count) are in shared memory. True once the sample is complete."""
+        with self._lock:
+            if start != self._covered or start + count > self.num_tokens:
+                self.fail(
+                    CaptureError(
+                        f"{self.rid}: rows {start} to {start + count} of {self.num_tokens} arrived after the first "
+                        f"{self._covered}: {start - self._covered} tokens were not computed or came twice "
+                        "(is a prefix cache on?)"
+                    )
+                )
+                return False
+            self._covered += count
+            self._stats = [
+                total + ColumnStats(count, squares, absmax, int(nonfinite), int(zero))
+                for total, (squares, absmax, nonfinite, zero) in zip(self._stats, stats, strict=True)
+            ]
+            return self._answered and self._covered == self.num_tokens
+
+    def answered(self) -> bool:
+        with self._lock:
+            self._answered = True
+            return self._covered == self.num_tokens
+
+    def expire(self) -> None:
+        self.fail(CaptureError(f"{self.rid}: answered, but {self._covered} of {self.num_tokens} tokens arrived"))
+
+    @property
+    def stats(self) -> list[ColumnStats]:
+        return self._stats
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class HiddenStateEngine:
+    """Start with the options, `submit` token ids, take the states from the ticket, `release` it.
+
+    on_death: called once, with the reason, when the scheduler process ends by itself.
+    poison: fill every extent with NaN before use, to prove that no stale number can come out.
+    """
+
+    def __init__(
+        self, options: EngineOptions, on_death: Callable[[str], None] | None = None, poison: bool = False
+    ) -> None:
+        self.options, self.on_death, self.poison = options, on_death, poison
+        self.busy_s = 0.0
+        if options.device == "cpu":
+            cpu.prepare()
+        check_installed()
+        self.ring = Ring(options.ring_bytes)
+        self._serials = itertools.count()
+        self._tickets: dict[str, Ticket] = {}
+        self._lost_bytes = 0
+        self._closing = False
+        self._dead: str | None = None
+        self._connected = Event()
+        self.hello: dict[str, Any] = {}
+        # An abstract socket: no file to leave behind.
+        self._address = f"\0hs_ray-{os.getpid()}-{secrets.token_hex(8)}"
+        self._authkey = secrets.token_bytes(32)
+        self._listener = Listener(self._address, family="AF_UNIX", authkey=self._authkey)
+        Thread(target=self._receive, name="hs_ray-receive", daemon=True).start()
+        self._engine = self._start()
+        if not self._connected.wait(START_SECONDS):
+            raise CaptureError("the engine started but its capture never connected")
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="hs_ray-requests", daemon=True).start()
+
+    def _start(self) -> Any:
+        # sglang.Engine itself is a lazy import that cannot be subclassed.
+        from sglang.srt.entrypoints.engine import Engine
+
+        class CaptureEngine(Engine):
+            pass
+
+        options = self.options
+        setup = CaptureSetup(
+            spec=options.spec,
+            architecture=options.architecture,
+            release=options.release,
+            ring_path=self.ring.path,
+            ring_size=self.ring.size,
+            address=self._address,
+            authkey=self._authkey,
+        )
+        CaptureEngine.run_scheduler_process_func = SchedulerEntry(setup)
+        return CaptureEngine(**server_args(options))
+
+    def submit(self, input_ids: npt.NDArray[np.int32]) -> Ticket:
+        """Reserve room for the sample's states (waits for it, in order) and send it to SGLang.
+
+        input_ids: int32 [S], S >= 1. Raises EngineDiedError.
+        """
+        if self._dead:
+            raise EngineDiedError(self._dead)
+        num_tokens = len(input_ids)
+        extent, waited = self.ring.reserve(num_tokens * self.options.spec.bytes_per_token)
+        if self.poison:
+            self.ring.fill(extent, 0xFF)
+        rid = make_rid(next(self._serials), extent.offset, num_tokens)
+        ticket = Ticket(rid, num_tokens, extent, len(self.options.spec.columns), waited)
+        self._tickets[rid] = ticket
+        asyncio.run_coroutine_threadsafe(self._request(ticket, input_ids.tolist()), self._loop)
+        if self._dead:  # died in between: nobody else would tell this ticket
+            ticket.fail(EngineDiedError(self._dead))
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """Give the sample's shared memory back; its states must no longer be read."""
+        self._tickets.pop(ticket.rid, None)
+        if ticket.future.done() and ticket.future.exception() is None:
+            self.ring.release(ticket.extent)
+            return
+        # A copy into the extent may still be on its way, so it is never used again.
+        self._lost_bytes += ticket.extent.size
+        if self._lost_bytes > self.ring.size // 4:
+            self._died(f"failed requests hold {self._lost_bytes:,} of {self.ring.size:,} bytes of shared memory")
+
+    async def _request(self, ticket: Ticket, input_ids: list[int]) -> None:
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=input_ids, rid=ticket.rid, sampling_params={"max_new_tokens": 0}
+            )
+            info = answer["meta_info"]
+            reason = info.get("finish_reason") or {}
+            if reason.get("type") == "abort":
+                raise RequestError(f"SGLang aborted the request: {reason.get('message')}")
+            if info["prompt_tokens"] != ticket.num_tokens:
+                raise RequestError(f"sent {ticket.num_tokens} tokens, SGLang computed {info['prompt_tokens']}")
+        except Exception as error:
+            ticket.fail(error if isinstance(error, HsRayError) else RequestError(f"{type(error).__name__}: {error}"))
+            return
+        if ticket.answered():
+            self._complete(ticket)
+        else:
+            self._loop.call_later(LATE_SECONDS, ticket.expire)
+
+    def _complete(self, ticket: Ticket) -> None:
+        if ticket.future.done():
+            return
+        spec = self.options.spec
+        views = self.ring.view(ticket.extent, len(spec.columns), ticket.num_tokens, spec.hidden_size)
+        ticket.future.set_result(SampleStates(views, ticket.stats))
+
+    def _receive(self) -> None:
+        """Descriptors from the scheduler, until it ends."""
+        try:
+            connection: Connection = self._listener.accept()
+            self.hello = json.loads(connection.recv_bytes())
+            self._connected.set()
+            while True:
+                record = json.loads(connection.recv_bytes())
+                ticket = self._tickets.get(record["rid"])
+                if ticket is not None and ticket.arrived(record["start"], record["count"], record["stats"]):
+                    self._complete(ticket)
+        except (EOFError, OSError):
+            self._died("the SGLang scheduler process ended")
+        except Exception as error:
+            self._died(f"the capture's descriptors cannot be read: {type(error).__name__}: {error}")
+
+    def _died(self, reason: str) -> None:
+        if self._closing or self._dead:
+            return
+        self._dead = reason
+        print(f"hs_ray: {reason}", file=sys.stderr, flush=True)
+        self.ring.close(reason)
+        for ticket in list(self._tickets.values()):
+            ticket.fail(EngineDiedError(reason))
+        if self.on_death:
+            self.on_death(reason)
+
+    def close(self) -> None:
+        """End SGLang's processes. It ends every child of this process: run the engine in one of its own."""
+        self._closing = True
+        self.ring.close()
+        self._engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._listener.close()

@@ -1,0 +1,33 @@
+"""Carries capture into SGLang's scheduler process.
+
+`SchedulerEntry` stands where SGLang takes its scheduler function (`Engine.run_scheduler_process_func`, an
+official override point). The process is spawned, and its target is the first thing that it unpickles, before
+any argument that would import sglang: `__setstate__` is early enough to install the patch.
+"""
+
+from typing import Any
+
+from hs_ray.engine.patching import Patch, installed_release
+
+TP_RANK_ARGUMENT = 3  # (server_args, port_args, gpu_id, tp_rank, ...) in every known release
+
+
+class SchedulerEntry:
+    def __init__(self, setup: Any):
+        self.setup = setup
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.patch = Patch.for_release(installed_release())
+        self.patch.install()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"setup": self.setup}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.managers.scheduler import run_scheduler_process
+
+        from hs_ray.engine import capture
+
+        capture.activate(capture.Capture(self.setup, self.patch, args[TP_RANK_ARGUMENT]))
+        return run_scheduler_process(*args, **kwargs)

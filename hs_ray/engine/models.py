@@ -1,0 +1,68 @@
+"""How each model class gives its states, per SGLang release.
+
+Three ways, all in SGLang's own loop over the decoder layers:
+    native  the inner model tests `i in self.layers_to_capture`: the list is assigned
+    setter  the inner model flags its layers: its own (inner) setter is called, which takes our ids
+    hook    a pre-hook on the layer adds hidden and residual: for classes whose native capture is absent or
+            wrong (on 0.5.23 Gemma 3 leaves the residual out), and whose layers take both as tensors
+
+Id N is the input of the final norm, by a hook on it, for every class. A model's own
+`set_eagle3_layers_to_capture` is never called on the outer model: its meaning changes with the class and
+with the first id.
+
+A class is used only where its values were proven against transformers (hs_ray.prove); an entry here says how,
+not that.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    how: str  # native, setter or hook
+    norm: str = "norm"  # attribute of the final norm on the module that owns the layers
+    embedding_hook: bool = False  # id 0 needs the hook (0.5.17 adds a residual that is None there)
+
+
+NATIVE = Entry("native")
+SETTER = Entry("setter")
+HOOK = Entry("hook")
+
+_BOTH = {
+    "LlamaForCausalLM": NATIVE,
+    "MistralForCausalLM": NATIVE,
+    "Phi3ForCausalLM": NATIVE,
+    "Qwen2ForCausalLM": NATIVE,
+    "Qwen3ForCausalLM": NATIVE,
+    "Qwen2MoeForCausalLM": SETTER,
+    "Qwen3MoeForCausalLM": SETTER,
+    "Qwen3NextForCausalLM": SETTER,
+    "Gemma3ForCausalLM": HOOK,
+    "GptOssForCausalLM": NATIVE,
+    "Glm4MoeForCausalLM": NATIVE,
+    "DeepseekV2ForCausalLM": NATIVE,
+    "DeepseekV3ForCausalLM": NATIVE,
+    "KimiK25ForConditionalGeneration": NATIVE,
+    "MiniMaxM2ForCausalLM": SETTER,
+    "Llama4ForCausalLM": NATIVE,
+}
+
+_ENTRIES: dict[str, dict[str, Entry]] = {
+    "0.5.17": {
+        **_BOTH,
+        **{
+            name: Entry("native", embedding_hook=True)
+            for name in ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Llama4ForCausalLM")
+        },
+    },
+    "0.5.23": {**_BOTH},
+}
+
+
+def supported(release: str) -> list[str]:
+    return sorted(_ENTRIES.get(release, {}))
+
+
+def entry_for(architecture: str, release: str) -> Entry | None:
+    """How `architecture` (config.json `architectures[0]`) is captured on this release; None: not supported."""
+    return _ENTRIES.get(release, {}).get(architecture)

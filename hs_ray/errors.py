@@ -1,0 +1,69 @@
+"""Every exception that hs_ray raises on purpose, and the exit code each one ends a job with.
+
+    HsRayError                  1  the run failed
+    ├── UserError               2  the user must change something
+    │   ├── ConfigError            a key, its value, what is allowed, what to do
+    │   ├── InputError             the input cannot be read, or too much of it is unusable
+    │   ├── OutputError            the output is held, foreign, damaged in its plan, or does not fit
+    │   ├── UnsupportedError       a model or an SGLang release that capture is not proven for
+    │   └── PatchError             a patch does not fit the installed SGLang
+    ├── CaptureError               states do not match the request: wrong count, width, dtype, or a gap
+    │   └── CanaryError            the engine failed its check before the first unit
+    ├── LostLeaseError             another driver took the output over
+    └── ShardError                 a committed file is damaged or is not ours
+
+A `UserError` is printed without a traceback; anything else keeps it.
+"""
+
+from collections.abc import Sequence
+
+
+class HsRayError(Exception):
+    exit_code = 1
+
+
+class UserError(HsRayError):
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """All problems found at once, one a line: `key = value: what is allowed; what to do`."""
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self):  # exceptions cross Ray's process border by pickle
+        return type(self), (self.problems,)
+
+
+class InputError(UserError):
+    pass
+
+
+class OutputError(UserError):
+    pass
+
+
+class UnsupportedError(UserError):
+    pass
+
+
+class PatchError(UserError):
+    pass
+
+
+class CaptureError(HsRayError):
+    pass
+
+
+class CanaryError(CaptureError):
+    pass
+
+
+class LostLeaseError(HsRayError):
+    pass
+
+
+class ShardError(HsRayError):
+    pass

@@ -1,0 +1,54 @@
+"""The model's final norm, out of `_run/final_norm.safetensors`: turns `final_pre_norm` into `final_post_norm`.
+
+The file holds the tensor `weight` [H] and the metadata `eps` and `kind`. The formulas are those of transformers
+(LlamaRMSNorm, Gemma2RMSNorm, torch.nn.LayerNorm), rounded where they round, so that a bf16 result is bit-equal to theirs.
+"""
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from hs_ray.errors import OutputError
+from hs_ray.schema import FINAL_NORM
+from hs_ray.storage import Storage
+
+
+@dataclass(frozen=True)
+class FinalNorm:
+    """weight: [H]; kind: rms_norm, rms_norm_plus_one (x * (1 + weight)) or layer_norm (without bias)."""
+
+    weight: torch.Tensor
+    eps: float
+    kind: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """pre-norm [..., H] -> post-norm [..., H], same dtype and device."""
+        weight = self.weight.to(x.device)
+        if self.kind == "layer_norm":
+            return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, self.eps)
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.kind == "rms_norm":
+            return weight.to(x.dtype) * wide.to(x.dtype)
+        return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
+
+def load_final_norm(storage: Storage) -> FinalNorm:
+    """Raises OutputError if the run kept none, or one of a kind that this release does not know."""
+    from safetensors.torch import load
+
+    if not storage.exists(FINAL_NORM):
+        raise OutputError(f"{storage.root}/{FINAL_NORM}: missing; without it pre-norm states cannot become post-norm ones")
+    data = storage.read_bytes(FINAL_NORM)
+    metadata = _metadata(data)
+    if metadata.get("kind") not in ("rms_norm", "rms_norm_plus_one", "layer_norm"):
+        raise OutputError(f"{storage.root}/{FINAL_NORM}: norm of unknown kind {metadata.get('kind')!r}")
+    return FinalNorm(load(data)["weight"], float(metadata["eps"]), metadata["kind"])
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """`__metadata__` of a safetensors file: an 8-byte little-endian length, then JSON."""
+    length = int.from_bytes(data[:8], "little")
+    header: dict[str, dict[str, str]] = json.loads(data[8 : 8 + length])
+    return header.get("__metadata__", {})

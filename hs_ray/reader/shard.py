@@ -1,0 +1,206 @@
+"""One shard file: its rows as numpy arrays and bf16 tensors.
+
+Shapes: S tokens of a row or of a joined sample, H hidden_size.
+
+A state column is one uncompressed, plainly encoded value a row group, so the value is the last `S * H * 2` bytes
+of its column chunk, with its length in the four bytes before. Those bytes are read straight into the tensor:
+Parquet's own decoder would copy them once more. Anything stored in another way goes through the decoder.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from hs_ray.errors import ShardError
+from hs_ray.schema import METADATA_KEY, STATE_BYTES, stored_columns
+from hs_ray.storage import Storage
+
+SMALL_COLUMNS = ["sample_id", "source", "line", "num_tokens", "sample_tokens", "input_ids", "loss_mask", "token_start"]
+READ_ERRORS = (OSError, ValueError, pa.ArrowException)
+
+
+def join_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """uint8 [n] sign-and-exponent bytes and uint8 [n] mantissa bytes -> uint16 [n], the bf16 bits."""
+    both = np.empty((len(high), 2), dtype=np.uint8)
+    both[:, 0] = low  # little-endian
+    both[:, 1] = high
+    return both.reshape(-1).view(np.uint16)
+
+
+def cell_bytes(table: pa.Table, column: str) -> np.ndarray:
+    """The bytes of a large_binary column of a one-row table, as a uint8 view of Arrow's memory."""
+    return np.frombuffer(table.column(column)[0].as_buffer(), dtype=np.uint8)
+
+
+def decode_state(table: pa.Table, column: str, compression: str) -> np.ndarray:
+    """bf16 bits, uint16 [S * H], of one state column of a one-row table. Raises ValueError for halves that do not fit."""
+    if compression != "split_zstd":
+        return cell_bytes(table, column).view(np.uint16)
+    high, low = cell_bytes(table, f"{column}_hi"), cell_bytes(table, f"{column}_lo")
+    if len(high) != len(low):
+        raise ValueError(f"{column}_hi has {len(high)} bytes, {column}_lo {len(low)}")
+    return join_halves(high, low)
+
+
+class ShardFile:
+    """An open shard. `metadata` is the JSON that its footer carries, `num_rows` its rows (one a row group).
+
+    Raises ShardError, naming the file, for anything that is not a shard, and for any row that cannot be read.
+    """
+
+    def __init__(self, storage: Storage, path: str):
+        self.name = f"{storage.root}/{path}"
+        self._fd = -1
+        try:
+            self._file = storage.open(path)
+            self._parquet = pq.ParquetFile(self._file, pre_buffer=not storage.is_local)
+            if storage.is_local:
+                self._fd = os.open(os.path.join(storage.root, path), os.O_RDONLY)
+        except READ_ERRORS as error:
+            raise ShardError(f"{self.name}: not a readable Parquet file ({error})") from error
+        text = (self._parquet.metadata.metadata or {}).get(METADATA_KEY)
+        if text is None:
+            raise ShardError(f"{self.name}: a foreign Parquet file, its footer has no {METADATA_KEY.decode()} entry")
+        self.metadata: dict[str, Any] = json.loads(text)
+        self.num_rows: int = self._parquet.num_row_groups
+        if self._parquet.metadata.num_rows != self.num_rows:
+            raise ShardError(f"{self.name}: {self._parquet.metadata.num_rows} rows in {self.num_rows} row groups; one row a group is needed")
+        self._hidden: int = self.metadata["hidden_size"]
+        self._compression: str = self.metadata["compression"]
+        schema = self._parquet.schema
+        self._number = {schema.column(i).path: i for i in range(len(schema))}
+        missing = set(SMALL_COLUMNS + stored_columns(self.metadata["columns"], self._compression)) - set(self._parquet.schema_arrow.names)
+        if missing:
+            raise ShardError(f"{self.name}: damaged, columns {sorted(missing)} are missing")
+        self._samples: list[range] | None = None
+
+    def close(self) -> None:
+        self._parquet.close()
+        self._file.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def sample_rows(self, samples: int) -> list[range]:
+        """The rows of each of the shard's `samples` samples: usually one, several for a sample that was split."""
+        if self._samples is None:
+            if samples == self.num_rows:
+                self._samples = [range(row, row + 1) for row in range(samples)]
+            else:
+                starts = self._read(lambda: self._parquet.read(columns=["token_start"]).column(0).to_numpy())
+                first = np.flatnonzero(starts == 0).tolist() + [self.num_rows]
+                self._samples = [range(a, b) for a, b in zip(first, first[1:], strict=False)]
+            if len(self._samples) != samples:
+                raise ShardError(f"{self.name}: {len(self._samples)} samples where {samples} were committed")
+        return self._samples
+
+    def sample(self, rows: range, columns: Sequence[str]) -> dict[str, Any]:
+        """One sample out of consecutive rows, joined: ids, int64 input_ids [S], uint8 loss_mask [S], bf16 states [S, H]."""
+        tables = [self._read(lambda row=row: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False)) for row in rows]
+        pieces = [{name: table.column(name)[0].as_py() for name in ("sample_id", "num_tokens", "token_start")} for table in tables]
+        total: int = tables[0].column("sample_tokens")[0].as_py()
+        expected = 0
+        for piece in pieces:
+            if piece["sample_id"] != pieces[0]["sample_id"] or piece["token_start"] != expected:
+                raise ShardError(f"{self.name}: rows {rows} do not join to one sample ({pieces})")
+            expected += piece["num_tokens"]
+        ids = np.concatenate([_list(table, "input_ids") for table in tables])
+        mask = np.concatenate([_list(table, "loss_mask") for table in tables])
+        if not len(ids) == len(mask) == expected == total:
+            raise ShardError(
+                f"{self.name}: sample {pieces[0]['sample_id']!r} has {len(ids)} input_ids, {len(mask)} loss_mask, {expected} num_tokens, "
+                f"{total} sample_tokens"
+            )
+        states = {name: torch.empty((total, self._hidden), dtype=torch.bfloat16) for name in columns}
+        for row, piece in zip(rows, pieces, strict=True):
+            place = slice(piece["token_start"], piece["token_start"] + piece["num_tokens"])
+            self._fill(row, {name: state[place].view(torch.uint16).numpy() for name, state in states.items()})
+        return {
+            "sample_id": pieces[0]["sample_id"],
+            "source": tables[0].column("source")[0].as_py(),
+            "line": tables[0].column("line")[0].as_py(),
+            "input_ids": torch.from_numpy(ids.astype(np.int64)),
+            "loss_mask": torch.from_numpy(mask.astype(np.uint8, copy=True)),
+            **states,
+        }
+
+    def _fill(self, row: int, outs: Mapping[str, np.ndarray]) -> None:
+        """Read state columns of one row into uint16 [S, H] arrays, each one contiguous."""
+        offsets = {name: self._value_offset(row, name, out.nbytes) for name, out in outs.items()}
+        plain = {name: offset for name, offset in offsets.items() if offset is not None}
+        if self._fd >= 0:
+            for name, offset in plain.items():
+                self._read_local(row, name, offset, outs[name])
+        elif plain:
+            self._read_remote(row, plain, outs)
+        for name in outs.keys() - plain.keys():
+            stored = stored_columns([name], self._compression)
+            table = self._read(lambda stored=stored: self._parquet.read_row_group(row, stored, use_threads=False))
+            state = self._read(lambda name=name, table=table: decode_state(table, name, self._compression))
+            self._check_length(row, name, state.nbytes, outs[name].nbytes)
+            outs[name][:] = state.reshape(outs[name].shape)
+
+    def _value_offset(self, row: int, column: str, nbytes: int) -> int | None:
+        """Where the value's bytes begin in the file; None if it is stored in a way that needs the decoder."""
+        if self._compression != "none":
+            return None
+        chunk = self._parquet.metadata.row_group(row).column(self._number[column])
+        if chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page or chunk.num_values != 1:
+            return None
+        end = chunk.data_page_offset + chunk.total_compressed_size
+        header = chunk.total_compressed_size - nbytes - 4
+        return end - nbytes if 0 < header < 1024 else None  # a value of another length: let the decoder say so
+
+    def _read_local(self, row: int, column: str, offset: int, out: np.ndarray) -> None:
+        prefix = bytearray(4)
+        target = memoryview(out.reshape(-1).view(np.uint8))
+        done = os.preadv(self._fd, [prefix, target], offset - 4) - 4  # type: ignore[list-item]  # writable buffers
+        while 0 <= done < len(target):  # one call reads at most 2 GiB
+            more = os.preadv(self._fd, [target[done:]], offset + done)  # type: ignore[list-item]
+            if not more:
+                break
+            done += more
+        if done != len(target):
+            raise ShardError(f"{self.name}: damaged, ends inside row {row}, column {column}")
+        self._check_length(row, column, int.from_bytes(prefix, "little"), len(target))
+
+    def _read_remote(self, row: int, offsets: Mapping[str, int], outs: Mapping[str, np.ndarray]) -> None:
+        """One range request for the columns of a row: they lie side by side."""
+        start = min(offsets.values()) - 4
+        end = max(offset + outs[name].nbytes for name, offset in offsets.items())
+        if end - start > sum(outs[name].nbytes for name in offsets) + 2**20 and len(offsets) > 1:
+            for name in offsets:  # columns that were not asked for lie between: a request each
+                self._read_remote(row, {name: offsets[name]}, outs)
+            return
+        data = np.frombuffer(self._read(lambda: self._file.read_at(end - start, start)), dtype=np.uint8)
+        if len(data) != end - start:
+            raise ShardError(f"{self.name}: damaged, ends inside row {row}")
+        for name, offset in offsets.items():
+            at, flat = offset - start, outs[name].reshape(-1).view(np.uint8)
+            self._check_length(row, name, int.from_bytes(data[at - 4 : at].tobytes(), "little"), len(flat))
+            flat[:] = data[at : at + len(flat)]
+
+    def _check_length(self, row: int, column: str, found: int, expected: int) -> None:
+        if found != expected:
+            tokens = expected // (self._hidden * STATE_BYTES)
+            raise ShardError(
+                f"{self.name}: damaged, row {row}, column {column} has {found} bytes; {tokens} tokens * {self._hidden} * "
+                f"{STATE_BYTES} = {expected}"
+            )
+
+    def _read(self, read: Any) -> Any:
+        try:
+            return read()
+        except READ_ERRORS as error:
+            raise ShardError(f"{self.name}: damaged ({error})") from error
+
+
+def _list(table: pa.Table, column: str) -> np.ndarray:
+    """The values of a list column of a one-row table."""
+    return table.column(column)[0].values.to_numpy(zero_copy_only=False)

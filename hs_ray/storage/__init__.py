@@ -1,0 +1,27 @@
+"""Outputs on a local disk or on S3, behind one interface whose writes are whole or not there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hs_ray.errors import OutputError
+from hs_ray.storage.base import FileInfo, Scratch, Storage
+from hs_ray.storage.local import LocalStorage
+
+__all__ = ["FileInfo", "LocalStorage", "Scratch", "Storage", "open_storage"]
+
+
+def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
+    """The output at a local folder or `s3://bucket/prefix`. Neither looks nor connects yet.
+
+    options: for S3, see `hs_ray.storage.s3_client`. Raises OutputError for another scheme or a missing bucket.
+    """
+    scheme, separator, rest = path.partition("://")
+    if not separator:
+        return LocalStorage(path)
+    if scheme == "file":
+        return LocalStorage(rest)
+    if scheme not in ("s3", "s3a") or not rest.split("/")[0]:
+        raise OutputError(f"output.path = {path}: a local folder, or s3://bucket/prefix")
+    from hs_ray.storage.s3 import S3Storage  # aiobotocore takes a second to import: only where it is used
+
+    return S3Storage(path, options or {})

@@ -1,0 +1,106 @@
+"""An output on S3."""
+
+import io
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from hs_ray.storage.base import FileInfo, Scratch, Storage
+from hs_ray.storage.s3_client import S3Client
+
+
+class S3Storage(Storage):
+    is_local = False
+
+    def __init__(self, url: str, options: Mapping[str, Any]):
+        self.root = url.rstrip("/")
+        bucket, _, self._prefix = self.root.partition("://")[2].partition("/")
+        self._scratch_dir = options.get("scratch_dir")
+        self._client = S3Client(bucket, options)
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}/{path}" if self._prefix else path
+
+    def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
+        cut = len(self._key(""))
+        found = self._client.list_prefix(self._key(f"{folder}/{prefix}" if folder else prefix))
+        return [FileInfo(key[cut:], size, mtime) for key, size, mtime in found if not key.endswith("/")]
+
+    def size(self, path: str) -> int:
+        return self._client.size(self._key(path))
+
+    def read_bytes(self, path: str) -> bytes:
+        return self._client.get(self._key(path))
+
+    def read_many(self, paths: Sequence[str]) -> Sequence[bytes]:
+        return self._client.get_many([self._key(path) for path in paths])
+
+    def open(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(_RangeFile(self._client, self._key(path)), mode="r")
+
+    def write(self, path: str, data: bytes) -> None:
+        self._client.put(self._key(path), data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self._client.create(self._key(path), data)
+
+    def remove(self, path: str) -> None:
+        self._client.delete(self._key(path))
+
+    def scratch(self, name: str) -> Scratch:
+        """Without a name in the file system, so that nothing is left even after kill -9."""
+        folder = self._scratch_dir or tempfile.gettempdir()
+        try:
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:  # a file system without O_TMPFILE
+            fd, path = tempfile.mkstemp(prefix="hs_ray-", suffix=".parquet", dir=folder)
+            os.unlink(path)
+        return Scratch(f"/proc/self/fd/{fd}", fd, linked=False)
+
+    def publish(self, scratch: Scratch, path: str) -> None:
+        self._client.upload(scratch.fd, scratch.size, self._key(path))
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def abort_incomplete_uploads(self) -> int:
+        return self._client.abort_uploads(self._key(""))
+
+    def check_writable(self) -> None:
+        patience = self._client.retry_seconds
+        self._client.retry_seconds = min(patience, 20.0)  # a wrong endpoint should not take ten minutes to say so
+        try:
+            super().check_writable()
+        finally:
+            self._client.retry_seconds = patience
+
+
+class _RangeFile(io.RawIOBase):
+    """An S3 object as a seekable file; every read is one range request (a long one, several at once)."""
+
+    def __init__(self, client: S3Client, key: str):
+        self._client, self._key, self._at = client, key, 0
+        self._size = client.size(key)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        length = left if size is None or size < 0 else min(size, left)
+        data = self._client.get_range(self._key, self._at, length) if length else b""
+        self._at += length
+        return data

@@ -1,0 +1,280 @@
+"""S3 requests with one retry policy: every request is tried again while the store is only unwell.
+
+s3fs brings the connection (credentials from the usual AWS places, region, endpoint) and its event loop; the
+requests are made here, because s3fs retries by request kind, uploads parts in lockstep and leaves the answer
+lost in transit to its caller. Here: 5xx, SlowDown, time-outs and dropped connections are tried again with growing
+pauses for `retry_seconds`; a lost answer is resolved by looking at what is there; a refusal (403, no such
+bucket, no credentials) is an OutputError at once; 404 is FileNotFoundError.
+
+Options besides those of `s3fs.S3FileSystem`: `part_bytes` (32 MiB), `max_concurrency` (10: parts in memory at
+once, over all uploads of a process), `retry_seconds` (600), `scratch_dir` (where shards are made before upload).
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+import botocore.exceptions as boto
+import s3fs
+from fsspec.asyn import sync
+
+from hs_ray.errors import HsRayError, OutputError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_PARTS = 10_000
+READERS = 64  # small objects read at once
+TRANSIENT_CODES = {
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "RequestTimeout",
+    "InternalError",
+    "ServiceUnavailable",
+    "ConditionalRequestConflict",  # two conditional writes of one key at once: AWS says to try again
+    "OperationAborted",
+    "IncompleteBody",
+    "BadDigest",  # damaged on the way: the checksum did its work
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+}
+TRANSIENT_ERRORS = (
+    boto.HTTPClientError,  # connection refused, closed, timed out, answer cut off
+    boto.IncompleteReadError,
+    boto.FlexibleChecksumError,
+    aiohttp.ClientError,
+    asyncio.TimeoutError,
+    ConnectionError,
+)
+REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "NoSuchBucket"}
+NO_CREDENTIALS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError)
+
+
+def is_transient(error: BaseException) -> bool:
+    if isinstance(error, boto.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or status == 429 or error.response.get("Error", {}).get("Code") in TRANSIENT_CODES
+    parse_error = type(error).__name__ == "ResponseParserError"  # a throttled store may answer with broken XML
+    return isinstance(error, TRANSIENT_ERRORS) or parse_error
+
+
+class S3Client:
+    """One bucket. Safe to use from several threads; picklable; connects on first use in each process."""
+
+    def __init__(self, bucket: str, options: Mapping[str, Any]):
+        self.bucket = bucket
+        self.options = dict(options)
+        own = dict(options)
+        self.part_bytes = int(own.pop("part_bytes", 32 * 2**20))
+        self.retry_seconds = float(own.pop("retry_seconds", 600))
+        self.concurrency = int(own.pop("max_concurrency", 10))
+        own.pop("scratch_dir", None)
+        config: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60, "max_pool_connections": self.concurrency + READERS}
+        config |= dict(own.pop("config_kwargs", {}))
+        config["retries"] = {"total_max_attempts": 1}  # retries are ours alone
+        self._connection = own | {"config_kwargs": config, "skip_instance_cache": True, "use_listings_cache": False}
+        self._fs: s3fs.S3FileSystem | None = None
+        self._pid = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.bucket, self.options)
+
+    @property
+    def fs(self) -> s3fs.S3FileSystem:
+        """The connection of this process: s3fs does not survive a fork."""
+        if self._fs is None or self._pid != os.getpid():
+            fs = s3fs.S3FileSystem(**self._connection)
+            fs.retries = 1
+            self._uploads = asyncio.Semaphore(self.concurrency)
+            self._reads = asyncio.Semaphore(READERS)
+            self._fs, self._pid = fs, os.getpid()
+        return self._fs
+
+    def _run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return sync(self.fs.loop, function, *args)
+
+    # --- requests, on the event loop ---
+
+    async def _retry(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
+        start, pause = time.monotonic(), 0.1
+        while True:
+            try:
+                return await request()
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
+                waited = time.monotonic() - start
+                if not is_transient(cause):
+                    raise self._explain(what, cause) from error
+                if waited + pause > self.retry_seconds:
+                    text = f"{what}: still failing after {waited:.0f} s ({type(cause).__name__}: {cause})"
+                    raise OSError(errno.EIO, text) from error
+                log.warning("%s: %s; trying again in %.1f s", what, cause, pause)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, 15.0)
+
+    def _explain(self, what: str, cause: BaseException) -> BaseException:
+        """What hs_ray raises for an error that another try will not mend."""
+        if isinstance(cause, NO_CREDENTIALS):
+            return OutputError(f"{what}: {cause}; set AWS_ACCESS_KEY_ID, AWS_PROFILE or a role, or storage_options.anon")
+        if not isinstance(cause, boto.ClientError):
+            return cause
+        code = cause.response.get("Error", {}).get("Code", "")
+        status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if code in REFUSED_CODES or status in (401, 403):
+            return OutputError(f"{what}: refused by the store: {cause}")
+        if status == 404:
+            return FileNotFoundError(errno.ENOENT, f"{what}: {cause}")
+        if status == 412:
+            return FileExistsError(errno.EEXIST, f"{what}: {cause}")
+        return OSError(errno.EIO, f"{what}: {cause}")
+
+    async def _call(self, method: str, **kwargs: Any) -> dict[str, Any]:
+        what = f"s3://{self.bucket}/{kwargs.get('Key', kwargs.get('Prefix', ''))}: {method}"
+        return await self._retry(what, lambda: self.fs._call_s3(method, Bucket=self.bucket, **kwargs))
+
+    async def _get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        extra = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
+
+        async def request() -> bytes:
+            answer = await self.fs._call_s3("get_object", Bucket=self.bucket, Key=key, **extra)
+            async with answer["Body"] as body:
+                data = await body.read()
+            if len(data) != answer["ContentLength"]:
+                raise ConnectionError(f"answer cut off: {len(data)} of {answer['ContentLength']} bytes")
+            return data
+
+        async with self._reads:
+            return await self._retry(f"s3://{self.bucket}/{key}: get_object", request)
+
+    async def _get_range(self, key: str, start: int, length: int) -> bytes:
+        """A long range comes as several requests at once: one stream of S3 gives about 100 MB/s."""
+        spans = [(at, min(self.part_bytes, start + length - at)) for at in range(start, start + length, self.part_bytes)]
+        return b"".join(await asyncio.gather(*[self._get(key, at, count) for at, count in spans]))
+
+    async def _get_many(self, keys: Sequence[str]) -> list[bytes]:
+        return list(await asyncio.gather(*[self._get(key) for key in keys]))
+
+    async def _create(self, key: str, data: bytes) -> bool:
+        try:
+            await self._call("put_object", Key=key, Body=data, IfNoneMatch="*")
+            return True
+        except FileExistsError:
+            # Our own earlier try may have arrived although its answer was lost: `data` names its writer.
+            with contextlib.suppress(FileNotFoundError):
+                return await self._get(key) == data
+            return False
+
+    async def _list(self, prefix: str) -> list[tuple[str, int, float]]:
+        found: list[tuple[str, int, float]] = []
+        more: dict[str, str] = {}
+        while True:
+            page = await self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
+            for item in page.get("Contents", []):
+                found.append((item["Key"], item["Size"], item["LastModified"].timestamp()))
+            if not page.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def _upload(self, fd: int, size: int, key: str) -> None:
+        part_bytes = max(self.part_bytes, -(-size // MAX_PARTS))
+        if size <= part_bytes:
+            async with self._uploads:
+                body = await asyncio.to_thread(os.pread, fd, size, 0)
+                await self._call("put_object", Key=key, Body=body)
+        else:
+            await self._upload_parts(fd, size, key, part_bytes)
+        stored = (await self._call("head_object", Key=key))["ContentLength"]
+        if stored != size:
+            raise HsRayError(f"s3://{self.bucket}/{key}: {stored} bytes arrived of {size}")
+
+    async def _upload_parts(self, fd: int, size: int, key: str, part_bytes: int) -> None:
+        """Invisible until completed. S3 checks each part against the CRC32 that botocore sends with it."""
+        upload = (await self._call("create_multipart_upload", Key=key))["UploadId"]
+
+        async def send(number: int) -> dict[str, Any]:
+            async with self._uploads:
+                body = await asyncio.to_thread(os.pread, fd, part_bytes, (number - 1) * part_bytes)
+                answer = await self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        tasks = [asyncio.ensure_future(send(i + 1)) for i in range(-(-size // part_bytes))]
+        try:
+            parts = {"Parts": list(await asyncio.gather(*tasks))}
+            try:
+                await self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=parts)
+            except FileNotFoundError:  # completed by an earlier try whose answer was lost: head_object decides
+                log.info("s3://%s/%s: upload already completed", self.bucket, key)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # no part may arrive after the abort
+            with contextlib.suppress(Exception):  # else the next start aborts it
+                await self.fs._call_s3("abort_multipart_upload", Bucket=self.bucket, Key=key, UploadId=upload)
+            raise
+
+    async def _abort_uploads(self, prefix: str) -> int:
+        aborted = 0
+        marks: dict[str, str] = {}
+        while True:
+            page = await self._call("list_multipart_uploads", Prefix=prefix, **marks)
+            for item in page.get("Uploads", []):
+                with contextlib.suppress(FileNotFoundError):
+                    await self._call("abort_multipart_upload", Key=item["Key"], UploadId=item["UploadId"])
+                aborted += 1
+            if not page.get("IsTruncated"):
+                return aborted
+            marks = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    # --- for any thread ---
+
+    def get(self, key: str) -> bytes:
+        return self._run(self._get, key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._run(self._get_range, key, start, length)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        return self._run(self._get_many, keys)
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises FileNotFoundError."""
+
+        async def head() -> int:
+            return int((await self._call("head_object", Key=key))["ContentLength"])
+
+        return self._run(head)
+
+    def put(self, key: str, data: bytes) -> None:
+        async def request() -> None:
+            await self._call("put_object", Key=key, Body=data)
+
+        self._run(request)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self._run(self._create, key, data)
+
+    def delete(self, key: str) -> None:
+        async def request() -> None:
+            await self._call("delete_object", Key=key)
+
+        self._run(request)
+
+    def list_prefix(self, prefix: str) -> list[tuple[str, int, float]]:
+        """(key, bytes, unix time) of the objects whose key starts so and has no further `/`; 1,000 a request."""
+        return self._run(self._list, prefix)
+
+    def upload(self, fd: int, size: int, key: str) -> None:
+        """A whole local file; parallel parts; the object is there completely or not at all."""
+        self._run(self._upload, fd, size, key)
+
+    def abort_uploads(self, prefix: str) -> int:
+        return self._run(self._abort_uploads, prefix)
