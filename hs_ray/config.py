@@ -1,7 +1,8 @@
 """`load()`: Hydra's composition of conf/ and the command line, with errors that a user can act on; and `run_job()`.
 
-Hydra itself would exit 1, one problem at a time, in words of its own. Here every override is looked at before it composes, so a
-misspelt key, a wrong type and a value out of range all read `key = value: what is allowed; what to do`, and exit with 2.
+Hydra itself would exit 1, one problem at a time, in words of its own. Here every override is looked at before it
+composes, so a misspelt key, a wrong type and a value out of range all read `key = value: what is allowed; what to do`,
+and exit with 2.
 The keys are in `config_schema`, the checks of meaning in `config_checks`.
 """
 
@@ -12,7 +13,7 @@ import types
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -51,15 +52,21 @@ from hs_ray.config_schema import (
 from hs_ray.errors import ConfigError, UserError
 
 __all__ = [
-    "DEMO_OUTPUT", "BenchConfig", "BenchJob", "CaptureConfig", "ClusterConfig", "Compression", "DescribeJob", "EngineConfig",
-    "ExportConfig", "ExportJob", "ExportTarget", "ExtractJob", "Final", "InputConfig", "InputFormat", "ModelConfig",
-    "OnExisting", "OnTooLong", "OutputConfig", "Prove", "Reference", "VerifyConfig", "VerifyJob",
+    "DEMO_OUTPUT", "BenchConfig", "BenchJob", "CaptureConfig", "ClusterConfig", "Compression", "DescribeJob",
+    "EngineConfig", "ExportConfig", "ExportJob", "ExportTarget", "ExtractJob", "Final", "InputConfig", "InputFormat",
+    "ModelConfig", "OnExisting", "OnTooLong", "OutputConfig", "Prove", "Reference", "VerifyConfig", "VerifyJob",
     "check", "data_path", "load", "parse_bytes", "run_job", "to_plain",
 ]  # fmt: skip
 
 JobT = TypeVar("JobT")
 OPEN_KEYS = ("engine.args", "output.storage_options")  # where `+new.key=` is accepted
-TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "{name: value}", list: "[a,b]"}
+TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list such as [512,2048]",
+}
 OPTIONS = "options are --help, and --cfg job (print the configuration and stop), with --resolve"
 
 
@@ -72,7 +79,7 @@ def data_path(name: str) -> Path:
 def load(job_class: type[JobT], config_name: str, overrides: Sequence[str], *, checked: bool = True) -> JobT:
     """Compose conf/<config_name>.yaml with the overrides into `job_class`.
 
-    `checked=False` leaves the checks of meaning to the caller, who has more of them and reports all at once (`plan.resolve`).
+    `checked=False` leaves the checks of meaning to the caller, who has more of them and reports all at once: `plan`.
     Raises ConfigError with every problem found.
     """
     composed = _compose(job_class, config_name, overrides)
@@ -82,11 +89,11 @@ def load(job_class: type[JobT], config_name: str, overrides: Sequence[str], *, c
         raise ConfigError(_composition_text(error)) from error
     if checked and (problems := check(job)):
         raise ConfigError(problems)
-    return job  # type: ignore[no-any-return]  # to_object gives the schema's class
+    return job  # to_object gives the schema's class
 
 
 def _compose(job_class: type, config_name: str, overrides: Sequence[str]) -> DictConfig:
-    groups = {path.name for path in data_path("conf").iterdir() if path.is_dir()}
+    groups = {"model", "experiment"} if _annotation("model", job_class) else set()
     problems: list[str] = []
     prepared = [_prepare(override, job_class, groups, problems) for override in overrides]
     if problems:
@@ -106,8 +113,9 @@ def _prepare(override: str, job_class: type, groups: set[str], problems: list[st
     if not equals or not key or spelt.startswith(("-", "~")):
         problems.append(f"{override}: not a KEY=VALUE; {OPTIONS}")
         return override
+    shown = "(hidden)" if key.startswith("output.storage_options") else raw  # may be a secret in the wrong place
     if key in groups or key.startswith("hydra."):
-        return override
+        return override.lstrip("+")
     if any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
         ready = f"++{key}={raw}"  # so that it need not matter whether a preset has the key already
     elif (annotation := _annotation(key, job_class)) is None:
@@ -118,11 +126,14 @@ def _prepare(override: str, job_class: type, groups: set[str], problems: list[st
     try:
         parsed = OverridesParser.create().parse_override(ready)
         schema = OmegaConf.structured(job_class)
+        if raw.strip() == "???":  # OmegaConf's mark of a value that is still missing
+            raise ValueError
         OmegaConf.update(schema, key, parsed.value(), merge=True, force_add=True)
     except HydraException as error:
-        problems.append(f"{key} = {raw}: not understood ({_one_line(error)}); a list is [a,b]; quote it for the shell: '{key}=[a,b]'")
+        why = "" if shown != raw else f" ({_one_line(error)})"
+        problems.append(f"{key} = {shown}: not understood{why}; a list is [a,b]; quote it for the shell: '{key}=[a,b]'")
     except (OmegaConfBaseException, ValueError):
-        problems.append(f"{key} = {raw}: {_allowed(key, job_class)}")
+        problems.append(f"{key} = {shown}: {_allowed(key, job_class)}")
     return ready
 
 
@@ -139,7 +150,9 @@ def _annotation(key: str, job_class: type) -> Any:
 
 def _quoted(raw: str, key: str, annotation: Any) -> str:
     """Text is taken as it is: a path with spaces, commas or `=`, a revision that looks like a number."""
-    is_text = annotation is str or str in get_args(annotation) or (key == "input.path" and not raw.lstrip().startswith("["))
+    is_text = (
+        annotation is str or str in get_args(annotation) or (key == "input.path" and not raw.lstrip().startswith("["))
+    )
     if not is_text or raw in ("null", "") or raw[0] in "'\"":
         return raw
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), raw)
@@ -157,11 +170,15 @@ def _allowed(key: str, job_class: type) -> str:
         elif isinstance(kind, type) and issubclass(kind, Enum):
             words.append(f"one of {', '.join(member.name for member in kind)}")
         elif dataclasses.is_dataclass(kind):
-            words.append(f"a group of keys; set them one by one, for example {key}.{dataclasses.fields(kind)[0].name}=VALUE")
-        else:
-            words.append(TYPE_WORDS.get(getattr(kind, "__origin__", kind), "a value"))
+            words.append(
+                f"a group of keys; set them one by one, for example {key}.{dataclasses.fields(kind)[0].name}=VALUE"
+            )
+        elif get_origin(kind) is dict:
+            words.append(f"set it name by name, +{key}.NAME=VALUE")
+        elif kind is not Any:
+            words.append(TYPE_WORDS[get_origin(kind) or kind])
     documentation = next((entry.help for entry in fields_of(job_class) if entry.key == key), "")
-    return " or ".join(words) + (f" ({documentation})" if documentation else "")
+    return ", ".join(filter(None, (" or ".join(words), documentation)))
 
 
 def _unknown_key_text(key: str, raw: str, job_class: type) -> str:
@@ -173,7 +190,9 @@ def _unknown_key_text(key: str, raw: str, job_class: type) -> str:
         if dataclasses.is_dataclass(node):
             names = ", ".join(field.name for field in dataclasses.fields(node))
             where = f"keys of {group}" if group else "keys"
-            new = f"; new keys are accepted only under {' and '.join(OPEN_KEYS)}" if group in ("engine", "output") else ""
+            new = (
+                f"; new keys are accepted only under {' and '.join(OPEN_KEYS)}" if group in ("engine", "output") else ""
+            )
             return f"{key} = {raw}: no such key; {where}: {names}{new}"
     raise AssertionError(key)  # the job itself is a dataclass
 

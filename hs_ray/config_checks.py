@@ -1,7 +1,7 @@
-"""Problems of meaning that need neither the model nor the output: ranges, sizes, secrets, engine arguments that are ours.
+"""Problems of meaning that need neither model nor output: ranges, sizes, secrets, engine arguments that are ours.
 
-Each problem is one text, `key = value: what is allowed; what to do`, and all of them are found at once. Checks that need the
-model (layer ids, context length) or the output (fingerprint) are in `plan`.
+Each problem is one text, `key = value: what is allowed; what to do`, and all of them are found at once. Checks that
+need the model (layer ids, context length) or the output (fingerprint) are in `plan`.
 """
 
 from collections.abc import Iterator
@@ -9,13 +9,26 @@ from typing import Any
 
 from hs_ray.config_schema import EngineConfig, OutputConfig
 
-SECRET_WORDS = ("secret", "passw", "token", "credential", "private", "access_key", "accesskey", "customer", "key_id", "api_key", "signature")
+SECRET_WORDS = (
+    "secret",
+    "passw",
+    "token",
+    "credential",
+    "private",
+    "access_key",
+    "accesskey",
+    "customer",
+    "key_id",
+    "api_key",
+    "signature",
+)
 SECRET_NAMES = ("key", "sas", "auth", "authorization")
 NOT_SECRET = ("signature_version", "ssekmskeyid")  # S3 settings that only sound like one
 
 # SGLang server arguments that hs_ray sets itself: name -> why not here, and what to use.
 _KEY = "set by {}; use that key"
 _NO_SERVER = "no server is run: the engine lives inside a Ray actor"
+_NO_CACHE = "the prefix cache must stay off: it skips the tokens it knows, and their states would be missing"
 _ONE_FORWARD = "states are captured in plain prefill, in one engine on one node"
 OWNED_ENGINE_ARGS = {
     "model_path": _KEY.format("model.path"),
@@ -33,8 +46,8 @@ OWNED_ENGINE_ARGS = {
     "dp_size": "engines are copied by engine.replicas; use that key",
     "data_parallel_size": "engines are copied by engine.replicas; use that key",
     "context_length": "follows from max_seq_len; use that key",
-    "disable_radix_cache": "the prefix cache must stay off: it skips the tokens it knows, and their states would be missing",
-    "enable_hierarchical_cache": "the prefix cache must stay off: it skips the tokens it knows, and their states would be missing",
+    "disable_radix_cache": _NO_CACHE,
+    "enable_hierarchical_cache": _NO_CACHE,
     "enable_mixed_chunk": "only prompt tokens are computed: there is nothing to mix",
     "allow_auto_truncate": "prompts are cut by max_seq_len and on_too_long alone, so that every token is accounted for",
     "skip_tokenizer_init": "token ids go straight into the engine",
@@ -63,28 +76,49 @@ def check(job: Any) -> list[str]:
     """All problems of a job of any kind, in the order of its keys."""
     problems: list[str] = []
     if hasattr(job, "max_seq_len") and job.max_seq_len < 1:
-        problems.append(_text("max_seq_len", job.max_seq_len, "a whole number of tokens, 1 or more; for example max_seq_len=8192"))
+        problems.append(
+            _text("max_seq_len", job.max_seq_len, "a whole number of tokens, 1 or more; for example max_seq_len=8192")
+        )
     if hasattr(job, "model") and job.model.dtype != "bfloat16":
-        problems.append(_text("model.dtype", job.model.dtype, "bfloat16, the one dtype that states are stored in; leave it out"))
+        problems.append(
+            _text("model.dtype", job.model.dtype, "bfloat16, the one dtype that states are stored in; leave it out")
+        )
     if hasattr(job, "engine"):
         problems += _engine_problems(job.engine)
     if hasattr(job, "input"):
         if not 0 <= job.input.max_rejected <= 1:
-            problems.append(_text("input.max_rejected", job.input.max_rejected, "a share from 0 to 1; for example 0.01"))
+            problems.append(
+                _text("input.max_rejected", job.input.max_rejected, "a share from 0 to 1; for example 0.01")
+            )
         if job.input.limit is not None and job.input.limit < 1:
             problems.append(_text("input.limit", job.input.limit, "null, or 1 or more lines"))
         if job.input.path is not None and not _is_path_or_paths(job.input.path):
-            problems.append(_text("input.path", job.input.path, "a file, a glob, a folder, or a list of them that is not empty"))
+            problems.append(
+                _text("input.path", job.input.path, "a file, a glob, a folder, or a list of them that is not empty")
+            )
         if job.input.path is not None and job.output.path is None and not job.dry_run:
-            problems.append(_text("output.path", None, "a folder or s3://bucket/prefix; say where the states of this input go"))
+            problems.append(
+                _text("output.path", None, "a folder or s3://bucket/prefix; say where the states of this input go")
+            )
     if hasattr(job, "output"):
         problems += _output_problems(job.output)
     if hasattr(job, "cluster"):
-        for name, least in (("max_retries", 0), ("prefetch_units", 1), ("progress_seconds", 0.1), ("lease_seconds", 1), ("grace_seconds", 0)):
+        for name, least in (
+            ("max_retries", 0),
+            ("prefetch_units", 1),
+            ("progress_seconds", 0.1),
+            ("lease_seconds", 1),
+            ("grace_seconds", 0),
+        ):
             value = getattr(job.cluster, name)
             if not value >= least:
                 problems.append(_text(f"cluster.{name}", value, f"{least} or more"))
-    for group, name, least in (("verify", "samples", 1), ("export", "workers", 1), ("bench", "tokens", 1), ("bench", "repeats", 1)):
+    for group, name, least in (
+        ("verify", "samples", 1),
+        ("export", "workers", 1),
+        ("bench", "tokens", 1),
+        ("bench", "repeats", 1),
+    ):
         if hasattr(job, group) and getattr(getattr(job, group), name) < least:
             problems.append(_text(f"{group}.{name}", getattr(getattr(job, group), name), f"{least} or more"))
     return problems
@@ -98,7 +132,9 @@ def _engine_problems(engine: EngineConfig) -> Iterator[str]:
     if engine.replicas != "auto" and not _is_positive(engine.replicas):
         yield _text("engine.replicas", engine.replicas, "auto, or a whole number of engines, 1 or more")
     if engine.max_inflight_tokens != "auto" and not _is_positive(engine.max_inflight_tokens):
-        yield _text("engine.max_inflight_tokens", engine.max_inflight_tokens, "auto, or a whole number of tokens, 1 or more")
+        yield _text(
+            "engine.max_inflight_tokens", engine.max_inflight_tokens, "auto, or a whole number of tokens, 1 or more"
+        )
     size = engine.chunked_prefill_size
     if size is not None and size < 1 and size != -1:
         yield _text("engine.chunked_prefill_size", size, "null, a whole number of tokens, or -1 for no splitting")
@@ -152,7 +188,18 @@ def _is_path_or_paths(value: Any) -> bool:
     return bool(paths) and all(isinstance(path, str) and path for path in paths)
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_bytes(text: str | int) -> int:

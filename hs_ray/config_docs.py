@@ -1,6 +1,6 @@
 """The configuration's documentation, made from the schema: docs/configuration.md and `--help`.
 
-    python -m hs_ray.config_docs > docs/configuration.md
+`python -m hs_ray.config_docs > docs/configuration.md`, or `make docs`, writes it again.
 """
 
 import dataclasses
@@ -80,9 +80,10 @@ def markdown() -> str:
     parts = [
         "# Configuration",
         "Made by `python -m hs_ray.config_docs` from `hs_ray/config_schema.py`; a test keeps the two equal.",
-        "Keys are given as `KEY=VALUE` after the job: `python jobs/extract.py max_seq_len=4096 engine.tp_size=2`. A preset is a file in\n"
-        "`conf/`: `model=qwen3_8b`, `experiment=kimi_k25_8gpu`. New keys (`+engine.args.NAME=VALUE`) are accepted only under `engine.args`\n"
-        "and `output.storage_options`; credentials come from the environment and are refused here.",
+        "Keys are given as `KEY=VALUE` after the job: `python jobs/extract.py max_seq_len=4096 engine.tp_size=2`.\n"
+        "A preset is a file in `conf/`: `model=qwen3_8b`, `experiment=kimi_k25_8gpu`. New keys are accepted only\n"
+        "under `engine.args` (`+engine.args.NAME=VALUE`) and `output.storage_options`; credentials come from the\n"
+        "environment and are refused here.",
     ]
     shown: set[Key] = set()
     for name, job_class in JOBS.items():

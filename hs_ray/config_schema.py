@@ -1,7 +1,7 @@
 """Every configuration key, its type, default and meaning: one dataclass a group, one root dataclass a job.
 
-A field's `help` is its documentation: `docs/configuration.md` and `--help` are made from it. Not frozen, because OmegaConf
-makes a frozen one refuse every override; `plan.resolve` gives the frozen view that is shipped to workers.
+A field's `help` is its documentation: `docs/configuration.md` and `--help` are made from it. Not frozen, because
+OmegaConf makes a frozen one refuse every override; `plan.resolve` gives the frozen view that is shipped to workers.
 """
 
 from dataclasses import dataclass, field
@@ -69,7 +69,9 @@ class ExportTarget(StrEnum):
 
 @dataclass
 class ModelConfig:
-    path: str = _key("builtin:smollm2", "folder or hub name; builtin:smollm2 and builtin:tiny_random are made on first use")
+    path: str = _key(
+        "builtin:smollm2", "folder or hub name; builtin:smollm2 and builtin:tiny_random are made on first use"
+    )
     revision: str | None = _key(None, "hub revision; null: the newest")
     dtype: str = _key("bfloat16", "dtype of the weights and of the states; bfloat16 only")
     trust_remote_code: bool = _key(False, "run Python code that comes with the model folder")
@@ -82,10 +84,16 @@ class EngineConfig:
     device: str = _key("auto", "auto, cuda or cpu")
     tp_size: int = _key(1, "GPUs of one engine (tensor parallelism)")
     replicas: Any = _key("auto", "number of engines; auto: GPUs // tp_size, 1 on CPU")
-    chunked_prefill_size: int | None = _key(None, "most tokens of one forward pass; longer prompts are split; null: 16384 on CUDA, 2048 on CPU")
-    mem_fraction_static: float | None = _key(None, "share of GPU memory for weights and KV pool; null: SGLang's choice less the staging buffers")
+    chunked_prefill_size: int | None = _key(
+        None, "most tokens of one forward pass; longer prompts are split; null: 16384 on CUDA, 2048 on CPU"
+    )
+    mem_fraction_static: float | None = _key(
+        None, "share of GPU memory for weights and KV pool; null: SGLang's choice less the staging buffers"
+    )
     attention_backend: str | None = _key(None, "SGLang attention backend; null: SGLang's choice, torch_native on CPU")
-    max_inflight_tokens: Any = _key("auto", "tokens admitted to one engine and not yet written; sets the size of the shared memory")
+    max_inflight_tokens: Any = _key(
+        "auto", "tokens admitted to one engine and not yet written; sets the size of the shared memory"
+    )
     args: dict[str, Any] = _key({}, "any other SGLang server argument: +engine.args.NAME=VALUE")
 
 
@@ -93,12 +101,16 @@ class EngineConfig:
 class CaptureConfig:
     final: Final = _key(Final.pre_norm, "the state after the last layer: pre_norm, post_norm, both or none")
     canary: bool = _key(True, "check every engine before its first unit")
-    prove: Prove = _key(Prove.auto, "compare this model class with transformers first: auto (where no proof exists), always, never")
+    prove: Prove = _key(
+        Prove.auto, "compare this model class with transformers first: auto (where no proof exists), always, never"
+    )
 
 
 @dataclass
 class InputConfig:
-    path: Any = _key(None, "file, glob, folder or list; local or s3://; .jsonl, .jsonl.gz, .jsonl.zst; null: the demo's samples")
+    path: Any = _key(
+        None, "file, glob, folder or list; local or s3://; .jsonl, .jsonl.gz, .jsonl.zst; null: the demo's samples"
+    )
     format: InputFormat = _key(InputFormat.auto, "tokens, messages, conversations, text; auto: recognised per file")
     id_key: str = _key("id", "key of a line that holds its id; lines without one get a hash of source and line")
     limit: int | None = _key(None, "use only the first LIMIT lines")
@@ -112,13 +124,17 @@ class OutputConfig:
     shard_bytes: str = _key("1GiB", "aimed size of a shard, which is one unit of work")
     compression: Compression = _key(Compression.none, "none, or split_zstd (lossless, about 0.68 of the bytes)")
     on_existing: OnExisting = _key(OnExisting.resume, "resume an output made with the same configuration, or fail")
-    storage_options: dict[str, Any] = _key({}, "for s3://: endpoint_url, anon, ...; credentials come from the environment")
+    storage_options: dict[str, Any] = _key(
+        {}, "for s3://: endpoint_url, anon, ...; credentials come from the environment"
+    )
     min_free_bytes: str = _key("2GiB", "pause while the disk has less room than this")
 
 
 @dataclass
 class ClusterConfig:
-    address: str = _key("auto", "Ray address; auto: a running cluster, else one of this machine; local: one of this machine")
+    address: str = _key(
+        "auto", "Ray address; auto: a running cluster, else one of this machine; local: one of this machine"
+    )
     max_retries: int = _key(2, "deaths of an engine that a unit may take part in before it is set aside")
     prefetch_units: int = _key(4, "units in one engine at once")
     progress_seconds: float = _key(5.0, "seconds between progress lines")

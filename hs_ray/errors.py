@@ -16,6 +16,7 @@ A `UserError` is printed without a traceback; anything else keeps it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class HsRayError(Exception):
@@ -29,11 +30,11 @@ class UserError(HsRayError):
 class ConfigError(UserError):
     """All problems found at once, one a line: `key = value: what is allowed; what to do`."""
 
-    def __init__(self, problems: str | Sequence[str]):
+    def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self):  # exceptions cross Ray's process border by pickle
+    def __reduce__(self) -> tuple[Any, ...]:  # exceptions cross Ray's process border by pickle
         return type(self), (self.problems,)
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from hs_ray.errors import LostLeaseError, OutputError
@@ -26,7 +27,7 @@ BEATS = 4  # heartbeats in one time to live
 
 def _epochs(storage: Storage) -> dict[int, float]:
     """Epoch -> time of its last heartbeat, by the clock of the store."""
-    names = {os.path.basename(info.path).removesuffix(".json"): info.mtime for info in storage.list(LEASES)}
+    names = {Path(info.path).stem: info.mtime for info in storage.list(LEASES)}
     return {int(name): mtime for name, mtime in names.items() if name.isdigit()}
 
 
@@ -37,16 +38,15 @@ def _lease_path(epoch: int) -> str:
 def _process_start(pid: int) -> str | None:
     """When a process of this host began, in clock ticks since boot; None if there is none (pids are used again)."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
 
 
 def _host_identity() -> str:
     """Equal for two processes only if each can look the other's pid up."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _is_dead(info: dict[str, Any]) -> bool:
@@ -108,7 +108,7 @@ class Lease:
             except LostLeaseError as error:
                 log.error("%s", error)
                 return
-            except Exception as error:  # a store that is unwell must not end the heartbeat
+            except Exception as error:  # noqa: BLE001  # a store that is unwell must not end the heartbeat
                 log.warning("heartbeat of the lease failed, trying again: %s", error)
 
     def check(self) -> None:

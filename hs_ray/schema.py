@@ -183,6 +183,9 @@ class Reject:
     message: str
 
 
+JsonText = str | bytes  # `Marker` has a field named bytes
+
+
 @dataclass(frozen=True)
 class Marker:
     """The content of `_run/done/unit-000000.json`: its existence says that the shard is committed.
@@ -209,7 +212,7 @@ class Marker:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Marker":
+    def from_json(cls, text: JsonText) -> "Marker":
         data = json.loads(text)
         data["columns"] = {name: ColumnStats(**stats) for name, stats in data["columns"].items()}
         data["failed"] = [Reject(**reject) for reject in data["failed"]]

@@ -11,14 +11,10 @@ The commit, and what a death between two steps leaves behind:
 Sizes: S tokens of a sample, H hidden size, C state columns.
 """
 
-import ctypes
-import errno
-import hashlib
-import mmap
-import os
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,17 +32,12 @@ from hs_ray.schema import (
     marker_path,
     shard_path,
     shard_schema,
-    stored_columns,
 )
-from hs_ray.storage import Scratch, Storage
+from hs_ray.storage import GrowingHash, Scratch, Storage
 
 POLL_SECONDS = 1.0  # between looks at a full disk
-FOOTER_BYTES = 2**20  # room kept for the footer: a row group costs it about 200 bytes a column
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_FALLOC_FL_KEEP_SIZE = 1
+FOOTER_BYTES = 64 * 2**10  # room kept for the footer: schema and metadata ...
+FOOTER_BYTES_PER_CELL = 256  # ... and what each column of each row group adds
 
 
 class ShardWriter:
@@ -78,11 +69,12 @@ class ShardWriter:
         self._shard = shard_path(unit, attempt)
         self._scratch: Scratch | None = None
         self._parquet: pq.ParquetWriter | None = None
-        self._hash: _GrowingHash | None = None
+        self._hash: GrowingHash | None = None
         self._stats = {name: ColumnStats() for name in spec.columns}
         self._failed: list[Reject] = []
         self._ids: set[str] = set()
         self._rows = self._tokens = 0
+        self._published = self._claimed = False
 
     # --- samples ---
 
@@ -140,54 +132,35 @@ class ShardWriter:
             *cells,
         ]
         parquet, scratch, digest = self._open()
-        self._reserve(scratch, sum(array.nbytes for array in arrays) + 4 * count)
+        # Parquet stores a loss mask in 4 bytes a value and lists with levels of their own.
+        self._wait_for_room(scratch, sum(array.nbytes for array in arrays) + 16 * count)
         parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=1)
         digest.advance(scratch.size)
         self._rows += 1
 
-    def _open(self) -> tuple[pq.ParquetWriter, Scratch, "_GrowingHash"]:
+    def _open(self) -> tuple[pq.ParquetWriter, Scratch, GrowingHash]:
         if self._parquet is None or self._scratch is None or self._hash is None:
-            self._scratch = self.storage.scratch(os.path.basename(self._shard))
-            self._hash = _GrowingHash(self._scratch.fd)
+            self._scratch = self.storage.scratch(Path(self._shard).name)
+            self._hash = GrowingHash(self._scratch.fd)
             # Statistics let a reader skip to a sample; of the states they would cost more than writing them.
             small = [field.name for field in self._schema if not pa.types.is_large_binary(field.type)]
-            high = [name for name in stored_columns(self.spec.columns, self.compression) if name.endswith("_hi")]
-            split = self.compression == "split_zstd"
+            high = [n for n in self._schema.names if self.compression == "split_zstd" and n.endswith("_hi")]
             self._parquet = pq.ParquetWriter(
                 self._scratch.path,
                 self._schema,
                 use_dictionary=False,
                 write_statistics=[name for name in small if name not in ("input_ids", "loss_mask")],
-                compression={name: "ZSTD" if name in high else "NONE" for name in self._leaves()} if split else "NONE",
-                compression_level=dict.fromkeys(high, 1) if split else None,
+                compression=dict.fromkeys(high, "ZSTD") or "NONE",
+                compression_level=dict.fromkeys(high, 1) or None,
             )
         return self._parquet, self._scratch, self._hash
 
-    def _leaves(self) -> list[str]:
-        """Parquet's names of the columns: a list's values have a longer one."""
-        return [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in self._schema]
-
-    # --- room on the disk ---
-
-    def _reserve(self, scratch: Scratch, row_bytes: int) -> None:
-        """Wait until the next row surely fits.
-
-        fallocate(2) takes the blocks before Parquet writes, so a disk that fills meanwhile fails here, where
-        waiting loses nothing, and not in the middle of a row group. The spare blocks are given back at the end.
-        """
-        need, waited = row_bytes + FOOTER_BYTES, 0.0
-        while True:
-            free = scratch.free_bytes()
-            if free < need + self.min_free_bytes:
-                reason = f"{free} bytes free, {need} needed and {self.min_free_bytes} to be left (output.min_free_bytes)"
-            elif _libc.fallocate(scratch.fd, _FALLOC_FL_KEEP_SIZE, scratch.size, need) == 0:
-                return
-            elif ctypes.get_errno() in DISK_FULL:
-                reason = f"{os.strerror(ctypes.get_errno())}: {need} bytes needed"
-            else:  # a file system without fallocate: the look at the free space has to do
-                return
+    def _wait_for_room(self, scratch: Scratch, row_bytes: int) -> None:
+        footer = FOOTER_BYTES + (self._rows + 1) * len(self._schema) * FOOTER_BYTES_PER_CELL
+        waited = 0.0
+        while reason := scratch.reserve(row_bytes + footer, self.min_free_bytes):
             if self.on_wait is not None:
-                self.on_wait(f"{unit_disk(self.storage, scratch)}: {reason}", waited)
+                self.on_wait(reason, waited)
             time.sleep(POLL_SECONDS)
             waited += POLL_SECONDS
 
@@ -197,8 +170,8 @@ class ShardWriter:
         """Publish the shard and then its marker; the marker that counts is returned, ours or an earlier one.
 
         engine: who computed it; seconds: how long that took. A unit with no sample left has no shard. Raises
-        LostLeaseError if a newer driver holds the output. On any exception nothing is committed by this
-        attempt that can be told, and nothing partial is visible; call `discard`.
+        LostLeaseError if a newer driver holds the output. After any exception call `discard`: nothing partial
+        is visible, and a marker that may have been made although `create` failed names a whole shard.
         """
         size, digest = self._publish() if self._rows else (0, "")
         marker = Marker(
@@ -217,66 +190,56 @@ class ShardWriter:
             engine=engine,
             seconds=seconds,
         )
-        try:
-            check_epoch(self.storage, self.epoch)
-        except BaseException:
-            self._remove_shard()
-            raise
+        check_epoch(self.storage, self.epoch)
         return self._claim(marker)
 
     def _publish(self) -> tuple[int, str]:
         parquet, scratch, digest = self._open()
         parquet.close()
         size = scratch.size
-        os.ftruncate(scratch.fd, size)  # gives back what was reserved and not used
+        scratch.trim()
         sha256 = digest.finish(size)
         with pq.ParquetFile(scratch.path) as file:
             found = (file.metadata.num_rows, file.metadata.num_row_groups, file.schema_arrow.names)
         if found != (self._rows, self._rows, self._schema.names):
             raise HsRayError(f"{self._shard}: read back {found[:2]} rows and row groups, wrote {self._rows}")
+        self._published = True  # from here on it may be there, also if `publish` raises
         self.storage.publish(scratch, self._shard)
         scratch.close()
         return size, sha256
 
     def _claim(self, marker: Marker) -> Marker:
-        """Create the marker. If another attempt has, its shard stands and ours goes.
-
-        An exception in `create` may come after the marker was made: then our shard must stay, for the marker
-        may name it; if it does not, the next start removes it.
-        """
+        """Create the marker. If another attempt has, its shard stands and ours goes."""
         path = marker_path(self.unit)
         while True:
+            self._claimed = True
             if self.storage.create(path, marker.to_json().encode()):
                 return marker
+            self._claimed = False  # the marker is surely another's
             try:
                 other = Marker.from_json(self.storage.read_bytes(path))
             except FileNotFoundError:
                 continue
-            if shard_is_whole(self.storage, other):
-                self._remove_shard()
+            if other.fingerprint == self.fingerprint and shard_is_whole(self.storage, other):
+                self.discard()
                 return other
-            # Of a dead driver's zombie: its marker came after its shard had been cleared away.
+            # A zombie of a dead driver made it after its shard had been cleared away.
             self.storage.remove(path)
 
-    def _remove_shard(self) -> None:
-        if self._rows:
-            self.storage.remove(self._shard)
-
     def discard(self) -> None:
-        """Leave nothing of an attempt that will not commit. Safe at any time, also after `commit`."""
+        """Leave nothing of an attempt that did not commit. Safe at any time, also after `commit`."""
         if self._hash is not None:
             self._hash.close()
         if self._scratch is not None:
             self._scratch.close()
         if self._parquet is not None and self._parquet.is_open:
-            try:
+            with contextlib.suppress(Exception):  # it only wants to write a footer into a file that is gone
                 self._parquet.close()
-            except OSError:  # a full disk: it only wanted to write a footer into a file that is gone
-                pass
-
-
-def unit_disk(storage: Storage, scratch: Scratch) -> str:
-    return storage.root if storage.is_local else f"{os.path.realpath(scratch.path).partition(' ')[0]} (upload buffer)"
+        # A marker may exist although `create` raised (its answer was lost): then the shard has to stay. If the
+        # marker does not exist after all, the next start clears the shard away.
+        if self._published and not self._claimed:
+            self.storage.remove(self._shard)
+            self._published = False
 
 
 def shard_is_whole(storage: Storage, marker: Marker) -> bool:
@@ -285,42 +248,6 @@ def shard_is_whole(storage: Storage, marker: Marker) -> bool:
         return marker.shard is None or storage.size(marker.shard) == marker.bytes
     except FileNotFoundError:
         return False
-
-
-class _GrowingHash:
-    """sha256 of a file while it grows, on a thread of its own.
-
-    Hashing is no faster than writing (1.3 against 1.5 GB/s on one core), so doing both on one thread halves the
-    rate. The file is read back through its mapped pages in long updates: both hashing and writing run without
-    the interpreter's lock, and the lock changes hands once a row, not once a small buffer.
-    """
-
-    def __init__(self, fd: int):
-        self._fd, self._at, self._sha = fd, 0, hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shard-hash")
-        self._last: Future[None] | None = None
-
-    def advance(self, size: int) -> None:
-        """The first `size` bytes will not change any more."""
-        self._last = self._pool.submit(self._update, size)
-
-    def _update(self, size: int) -> None:
-        base = self._at - self._at % mmap.ALLOCATIONGRANULARITY
-        if size > self._at:
-            with mmap.mmap(self._fd, size - base, mmap.MAP_SHARED, mmap.PROT_READ, offset=base) as mapped:
-                with memoryview(mapped) as view:
-                    self._sha.update(view[self._at - base :])
-            self._at = size
-
-    def finish(self, size: int) -> str:
-        self.advance(size)
-        self.close()
-        assert self._last is not None
-        self._last.result()
-        return self._sha.hexdigest()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=False)
 
 
 def _stored(state: np.ndarray, compression: str) -> list[np.ndarray]:
@@ -338,5 +265,5 @@ def _cell(octets: np.ndarray) -> pa.LargeBinaryArray:
 
 
 def _list_of_one(values: Any, dtype: type) -> pa.ListArray:
-    array = np.ascontiguousarray(values, dtype=dtype)
-    return pa.ListArray.from_arrays(pa.array([0, len(array)], pa.int32()), pa.array(array))
+    items = pa.array(np.ascontiguousarray(values, dtype=dtype))
+    return pa.ListArray.from_arrays(pa.array([0, len(items)], pa.int32()), items)

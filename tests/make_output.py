@@ -1,7 +1,7 @@
-"""A complete small output folder by the contract, without an engine: the states of a tiny random Llama through transformers.
+"""A complete small output by the contract, without an engine: the states of a tiny random Llama through transformers.
 
-    info = make_output(tmp_path / "out")            # 3 units, 12 samples, one of them failed; 2 rejected lines, 1 blank one
-    rewrite(info, unit, change)                     # damage a shard; with `fit` its marker is made to agree
+    made = make_output(tmp_path / "out")   # 3 units, 12 samples, one of them failed; 2 rejected lines, 1 blank one
+    rewrite(made, unit, change)            # damage a shard; its marker and the manifest are made to fit
 
 Written with pyarrow and json alone, so that what is tested here does not test itself.
 """
@@ -37,7 +37,15 @@ PLAN_COLUMNS = pa.schema(
         ("unit", pa.int32()),
     ]
 )
-REJECT_COLUMNS = pa.schema([("sample_id", pa.string()), ("source", pa.string()), ("line", pa.int64()), ("code", pa.string()), ("message", pa.string())])
+REJECT_COLUMNS = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("source", pa.string()),
+        ("line", pa.int64()),
+        ("code", pa.string()),
+        ("message", pa.string()),
+    ]
+)
 
 
 @dataclass
@@ -65,9 +73,15 @@ def make_model(folder: Path, layers: int = N) -> Path:
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=512, initializer_range=0.15,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            hidden_size=H,
+            intermediate_size=2 * H,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.15,
+        )
         model = LlamaForCausalLM(config)
         torch.nn.init.normal_(model.model.norm.weight, 1.0, 0.2)
         model.to(torch.bfloat16).save_pretrained(folder)
@@ -84,7 +98,9 @@ def true_states(model_path: Path, samples: list[schema.Sample], spec: CaptureSpe
     for sample in samples:
         with torch.no_grad():
             tuple_of = model.model(torch.tensor(sample.input_ids)[None].long(), output_hidden_states=True).hidden_states
-        by_column = {f"hidden_{i}": (tuple_of[i][0] if i < spec.num_hidden_layers else pre_norm[-1]) for i in spec.layers}
+        by_column = {
+            f"hidden_{i}": (tuple_of[i][0] if i < spec.num_hidden_layers else pre_norm[-1]) for i in spec.layers
+        }
         by_column |= {"final_pre_norm": pre_norm[-1], "final_post_norm": tuple_of[-1][0]}
         result.append({name: by_column[name].contiguous().view(torch.uint16).numpy().copy() for name in spec.columns})
     return result
@@ -130,7 +146,12 @@ def make_output(
 
 def metadata(made: MadeOutput) -> dict[str, Any]:
     return schema.shard_metadata(
-        made.spec, model=str(made.model), revision=None, fingerprint=FINGERPRINT, compression=made.compression, versions={"sglang": "0.5.23"}
+        made.spec,
+        model=str(made.model),
+        revision=None,
+        fingerprint=FINGERPRINT,
+        compression=made.compression,
+        versions={"sglang": "0.5.23"},
     )
 
 
@@ -139,7 +160,10 @@ def _write_plan(made: MadeOutput) -> None:
         for unit in range(max(made.unit_of) + 1):
             chosen = [s for s, u in zip(made.samples, made.unit_of, strict=True) if u == unit]
             writer.write_table(pa.Table.from_pylist([{**asdict(s), "unit": unit} for s in chosen], schema=PLAN_COLUMNS))
-    rejected = [{"sample_id": None, "source": "train.jsonl", "line": n, "code": "not_json", "message": "..."} for n in (100, 101)]
+    rejected = [
+        {"sample_id": None, "source": "train.jsonl", "line": n, "code": "not_json", "message": "..."}
+        for n in (100, 101)
+    ]
     pq.write_table(pa.Table.from_pylist(rejected, schema=REJECT_COLUMNS), made.path / schema.REJECTED)
 
 
@@ -149,9 +173,15 @@ def sample_rows(made: MadeOutput, index: int) -> list[dict[str, Any]]:
     for start, length in made.spec.pieces(sample.num_tokens):
         part = slice(start, start + length)
         row = {
-            "sample_id": sample.sample_id, "source": sample.source, "line": sample.line, "num_tokens": length, "sample_tokens": sample.num_tokens,
-            "input_ids": sample.input_ids[part], "loss_mask": sample.loss_mask[part], "token_start": start,
-        }  # fmt: skip
+            "sample_id": sample.sample_id,
+            "source": sample.source,
+            "line": sample.line,
+            "num_tokens": length,
+            "sample_tokens": sample.num_tokens,
+            "input_ids": sample.input_ids[part],
+            "loss_mask": sample.loss_mask[part],
+            "token_start": start,
+        }
         rows.append(row | {name: made.states[index][name][part].copy() for name in made.spec.columns})
     return rows
 
@@ -160,28 +190,52 @@ def column_stats(states: np.ndarray) -> ColumnStats:
     values = (states.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     finite = np.isfinite(values).all(1)
     kept = values[finite]
-    return ColumnStats(len(values), float((kept**2).sum()), float(np.abs(kept).max(initial=0)), int((~finite).sum()), int((values == 0).all(1).sum()))
+    return ColumnStats(
+        len(values),
+        float((kept**2).sum()),
+        float(np.abs(kept).max(initial=0)),
+        int((~finite).sum()),
+        int((values == 0).all(1).sum()),
+    )
 
 
 def write_unit(made: MadeOutput, unit: int, rows: list[dict[str, Any]] | None = None, stats: bool = True) -> Marker:
-    """A shard and its marker, out of `rows` (states as uint16 arrays); the true rows if None. `stats` False: those of the true rows stay."""
+    """A shard and its marker, out of `rows` (states as uint16 arrays); the true rows if None.
+
+    stats: make the marker's statistics fit, too; else those of the true rows stay.
+    """
     committed = [i for i in made.committed if made.unit_of[i] == unit]
     true_rows = [row for i in committed for row in sample_rows(made, i)]
     rows = true_rows if rows is None else rows
     shard_schema = schema.shard_schema(made.spec.columns, made.compression, metadata(made))
     path = made.shard(unit)
     codecs: dict[str, Any] = {name: "zstd" if name.endswith("_hi") else "none" for name in shard_schema.names}
-    with pq.ParquetWriter(path, shard_schema, compression=codecs, use_dictionary=False, write_statistics=False) as writer:
+    with pq.ParquetWriter(
+        path, shard_schema, compression=codecs, use_dictionary=False, write_statistics=False, write_page_checksum=True
+    ) as writer:
         for row in rows:
             writer.write_table(pa.Table.from_pylist([_stored(row, made)], schema=shard_schema), row_group_size=1)
     measured = rows if stats else true_rows
     failed = [i for i in [FAILED] if i < len(made.samples) and made.unit_of[i] == unit]
     marker = Marker(
-        unit=unit, attempt="0001-aaaa", epoch=1, fingerprint=FINGERPRINT, shard=schema.shard_path(unit, "0001-aaaa"), bytes=0, sha256="",
-        samples=len({row["sample_id"] for row in rows}), rows=len(rows), tokens=sum(row["num_tokens"] for row in rows),
+        unit=unit,
+        attempt="0001-aaaa",
+        epoch=1,
+        fingerprint=FINGERPRINT,
+        shard=schema.shard_path(unit, "0001-aaaa"),
+        bytes=0,
+        sha256="",
+        samples=len({row["sample_id"] for row in rows}),
+        rows=len(rows),
+        tokens=sum(row["num_tokens"] for row in rows),
         columns={name: column_stats(np.concatenate([row[name] for row in measured])) for name in made.spec.columns},
-        failed=[Reject(made.samples[i].sample_id, "train.jsonl", made.samples[i].line, "engine_error", "...") for i in failed], engine="e0", seconds=1.0,
-    )  # fmt: skip
+        failed=[
+            Reject(made.samples[i].sample_id, "train.jsonl", made.samples[i].line, "engine_error", "...")
+            for i in failed
+        ],
+        engine="e0",
+        seconds=1.0,
+    )
     return fit_marker(made, marker)
 
 
@@ -217,23 +271,45 @@ def _write_run(made: MadeOutput) -> None:
         "format_version": 1,
         "fingerprint": FINGERPRINT,
         "fingerprint_parts": {},
-        "config": {"output": {"compression": made.compression}, "model": {"path": str(made.model), "trust_remote_code": False}},
+        "config": {
+            "output": {"compression": made.compression},
+            "model": {"path": str(made.model), "trust_remote_code": False},
+        },
         "versions": {"sglang": "0.5.23"},
         "started": "2026-11-29T00:00:00+00:00",
         "command": ["jobs/extract.py"],
         "model": {
-            "name": "tiny", "path": str(made.model), "revision": None, "architecture": "LlamaForCausalLM", "num_hidden_layers": N, "hidden_size": H,
-            "vocab_size": VOCAB, "context_length": 512, "digest": "d", "tokenizer_path": str(made.model),
+            "name": "tiny",
+            "path": str(made.model),
+            "revision": None,
+            "architecture": "LlamaForCausalLM",
+            "num_hidden_layers": N,
+            "hidden_size": H,
+            "vocab_size": VOCAB,
+            "context_length": 512,
+            "digest": "d",
+            "tokenizer_path": str(made.model),
         },
         "spec": {
-            "layers": schema.layer_spellings(spec.layers), "final": spec.final, "num_hidden_layers": N, "hidden_size": H, "columns": list(spec.columns),
+            "layers": schema.layer_spellings(spec.layers),
+            "final": spec.final,
+            "num_hidden_layers": N,
+            "hidden_size": H,
+            "columns": list(spec.columns),
         },
         "plan": {
-            "lines": len(made.samples) + 3, "blank": 1, "samples": len(made.samples), "tokens": tokens, "truncated": 0, "rejected": 2,
-            "rejects_by_code": {"not_json": 2}, "units": max(made.unit_of) + 1, "units_per_file": 1000,
+            "lines": len(made.samples) + 3,
+            "blank": 1,
+            "samples": len(made.samples),
+            "tokens": tokens,
+            "truncated": 0,
+            "rejected": 2,
+            "rejects_by_code": {"not_json": 2},
+            "units": max(made.unit_of) + 1,
+            "units_per_file": 1000,
         },
         "sources": [],
-    }  # fmt: skip
+    }
     (made.path / schema.RUN_JSON).write_text(json.dumps(run))
     with safe_open(made.model / "model.safetensors", framework="pt") as tensors:
         weight = tensors.get_tensor("model.norm.weight")
@@ -245,20 +321,45 @@ def write_manifest(made: MadeOutput) -> None:
     failed = [reject for marker in markers for reject in marker.failed]
     spec = made.spec
     manifest = {
-        "format_version": 1, "complete": True, "fingerprint": FINGERPRINT, "model": "tiny", "layers": schema.layer_spellings(spec.layers),
-        "final": spec.final, "hidden_size": H,
+        "format_version": 1,
+        "complete": True,
+        "fingerprint": FINGERPRINT,
+        "model": "tiny",
+        "layers": schema.layer_spellings(spec.layers),
+        "final": spec.final,
+        "hidden_size": H,
         "counts": {
-            "lines": len(made.samples) + 3, "blank": 1, "rejected": 2, "rejects_by_code": {"not_json": 2, "engine_error": len(failed)},
-            "samples": len(made.samples), "committed": sum(m.samples for m in markers), "failed": len(failed), "tokens": sum(m.tokens for m in markers),
-            "rows": sum(m.rows for m in markers), "bytes": sum(m.bytes for m in markers), "units": len(markers),
+            "lines": len(made.samples) + 3,
+            "blank": 1,
+            "rejected": 2,
+            "rejects_by_code": {"not_json": 2, "engine_error": len(failed)},
+            "samples": len(made.samples),
+            "committed": sum(m.samples for m in markers),
+            "failed": len(failed),
+            "tokens": sum(m.tokens for m in markers),
+            "rows": sum(m.rows for m in markers),
+            "bytes": sum(m.bytes for m in markers),
+            "units": len(markers),
         },
         "shards": [
-            {"unit": m.unit, "path": m.shard, "samples": m.samples, "rows": m.rows, "tokens": m.tokens, "bytes": m.bytes, "sha256": m.sha256}
-            for m in markers if m.shard
+            {
+                "unit": m.unit,
+                "path": m.shard,
+                "samples": m.samples,
+                "rows": m.rows,
+                "tokens": m.tokens,
+                "bytes": m.bytes,
+                "sha256": m.sha256,
+            }
+            for m in markers
+            if m.shard
         ],
-    }  # fmt: skip
+    }
     (made.path / schema.MANIFEST).write_text(json.dumps(manifest))
-    rejects = [{"sample_id": None, "source": "train.jsonl", "line": n, "code": "not_json", "message": "..."} for n in (100, 101)]
+    rejects = [
+        {"sample_id": None, "source": "train.jsonl", "line": n, "code": "not_json", "message": "..."}
+        for n in (100, 101)
+    ]
     lines = [json.dumps(r) for r in rejects + [asdict(r) for r in failed]]
     (made.path / schema.REJECTS / "rejects.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -267,14 +368,14 @@ Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def rewrite(made: MadeOutput, unit: int, change: Change, *, stats: bool = True) -> None:
-    """Write a unit again with changed rows, its marker (and the manifest) made to fit: only a check of content can notice."""
+    """Write a unit again with changed rows, marker and manifest made to fit: only a check of content can notice."""
     rows = [row for i in made.committed if made.unit_of[i] == unit for row in sample_rows(made, i)]
     write_unit(made, unit, change(rows), stats)
     write_manifest(made)
 
 
 def flip_byte(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
+    with path.open("r+b") as file:
         file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)

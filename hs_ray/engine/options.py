@@ -112,6 +112,7 @@ def server_args(options: EngineOptions) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "error",
         "watchdog_timeout": 3600,
+        "sleep_on_idle": True,  # a scheduler that waits for the disk must not spin on a core
     }
     if options.max_seq_len >= options.context_length - 1:
         args["context_length"] = options.max_seq_len + 8  # SGLang refuses a prompt of context_length

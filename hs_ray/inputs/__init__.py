@@ -1,0 +1,23 @@
+"""The input: files -> lines -> samples or rejects. Plain functions; `pipeline` runs `read_chunk` in Ray tasks.
+
+records    a line -> a record; reject codes          messages   conversations, in OpenAI's and ShareGPT's spelling
+sources    files, formats, chunks, raw lines         chat       chat templates -> token ids and loss masks
+samples    a record -> token ids and loss mask       read       a chunk -> an Arrow table, one row a line
+"""
+
+from hs_ray.inputs.read import iter_chunk, read_chunk
+from hs_ray.inputs.records import REJECT_CODES
+from hs_ray.inputs.samples import TokenizeSettings
+from hs_ray.inputs.sources import Chunk, Source, content_digests, list_sources, split_sources
+
+__all__ = [
+    "REJECT_CODES",
+    "Chunk",
+    "Source",
+    "TokenizeSettings",
+    "content_digests",
+    "iter_chunk",
+    "list_sources",
+    "read_chunk",
+    "split_sources",
+]

@@ -8,7 +8,10 @@ and checking that each rendering is a prefix of the whole; a conversation for wh
 The text itself is never searched for headers: it may contain anything, the marks of the template among it.
 """
 
+import os
 import re
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from hs_ray.inputs.messages import REASONING_KEYS, Message
 from hs_ray.inputs.records import Rejected
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template; the same test that transformers makes
+PROBE = "\ue000"  # private use: no template begins a turn with it
+FOLLOWER: Message = {"role": "user", "content": "?"}
 Span = tuple[int, int]
 Tools = list[dict[str, Any]] | None
 
@@ -29,7 +34,9 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         # Named special tokens alone will not do: Llama 3's <|eom_id|> and GPT-OSS's <|end|> have no name.
-        self.marks = tuple({str(t.content) for t in added if t.special} | {str(t) for t in tokenizer.all_special_tokens})
+        self.marks = tuple(
+            {str(t.content) for t in added if t.special} | {str(t) for t in tokenizer.all_special_tokens}
+        )
 
     def encode_chat(self, messages: list[Message], tools: Tools) -> tuple[np.ndarray, np.ndarray]:
         """-> input_ids int32 [S], loss_mask uint8 [S]. Raises Rejected."""
@@ -39,7 +46,7 @@ class ChatEncoder:
         else:
             text = self._render(messages, tools)
             spans = self._verified_spans(text, messages, tools)
-        _check_tool_calls(messages, text)
+        _check_tool_calls(messages, "".join(text[first:last] for first, last in spans))
         return self.encode_spans(text, spans, special=False)
 
     def encode_text(self, prompt: str, response: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -69,13 +76,15 @@ class ChatEncoder:
         borders = [0, *(border for span in spans for border in span), len(text)]
         ids: list[int] = []
         mask: list[int] = []
-        for i, (first, last) in enumerate(zip(borders, borders[1:], strict=False)):
+        for i, (first, last) in enumerate(pairwise(borders)):
             piece = self._encode_plain(text[first:last]) if last > first else []
             ids += piece
             mask += [i % 2] * len(piece)
         lead = len(whole) - len(ids)  # a BOS, with special tokens
         if whole[lead:] != ids or lead > (1 if special else 0):
-            raise Rejected("mask_unverified", "the tokens of the assistant's turns differ from those inside the whole conversation")
+            raise Rejected(
+                "mask_unverified", "the tokens of the assistant's turns differ from those inside the whole conversation"
+            )
         return np.array(whole, dtype=np.int32), np.array([0] * lead + mask, dtype=np.uint8)
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -93,7 +102,9 @@ class ChatEncoder:
     def _render(self, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
         """`prompt`: with the generation prompt, the header of the assistant's next turn."""
         try:
-            rendered = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # a template is a program of someone else's: it may raise anything
             raise Rejected("template_error", f"{type(error).__name__}: {error}") from error
         return str(rendered)
@@ -104,7 +115,11 @@ class ChatEncoder:
 
         try:
             texts, spans = render_jinja_template(
-                [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map
+                [messages],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
             )
         except Exception as error:
             raise Rejected("template_error", f"{type(error).__name__}: {error}") from error
@@ -127,31 +142,41 @@ class ChatEncoder:
         return spans
 
     def _without_dropped_reasoning(self, text: str, messages: list[Message], tools: Tools) -> list[Message]:
-        """Without the reasoning of earlier turns, if the template leaves it out anyway (Qwen3, Kimi, GPT-OSS).
+        """Without the reasoning of earlier turns that the template leaves out anyway (Qwen3, Kimi, GPT-OSS).
 
-        It would be in when a shorter conversation ends in that turn, which then is no prefix of the whole.
+        It would be in when a shorter conversation ends near that turn, which then is no prefix of the whole.
         """
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-        slim = [
-            {key: value for key, value in message.items() if key not in REASONING_KEYS} if i < last else message
-            for i, message in enumerate(messages)
-        ]
-        return slim if slim != messages and self._render(slim, tools) == text else messages
+        for i, message in enumerate(messages[:last]):
+            if REASONING_KEYS[0] in message:
+                bare = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+                slim = [*messages[:i], bare, *messages[i + 1 :]]
+                if self._render(slim, tools) == text:
+                    messages = slim
+        return messages
 
     def _turn_start(self, text: str, before: list[Message], tools: Tools) -> int | None:
-        """Where the turn after `before` begins: behind the generation prompt."""
+        """Where the turn after `before` begins: behind the generation prompt.
+
+        Of a prompt that also opens the reasoning (`<think>`), a turn without any has only the header. A turn that begins
+        with a character like no other tells where the header ends.
+        """
         try:
             prompt = self._render(before, tools, prompt=True)
+            if text.startswith(prompt):
+                return len(prompt)
+            base = self._render(before, tools)
+            probe = self._render([*before, {"role": "assistant", "content": PROBE}, FOLLOWER], tools)
         except Rejected:
             return None
-        return len(prompt) if text.startswith(prompt) else None
+        header = os.path.commonprefix([prompt, probe])
+        return len(header) if text.startswith(base) and text.startswith(header) and len(header) > len(base) else None
 
     def _turn_end(self, text: str, messages: list[Message], i: int, tools: Tools) -> int | None:
-        """Where the turn `i` ends: the conversation up to it, rendered alone, is a prefix; or the next message's block says it.
+        """Where turn `i` ends: after the conversation up to it, rendered alone.
 
-        Some templates render a turn in another way when it is the last one (Qwen3 adds an empty thinking block, GPT-OSS ends
-        it with <|return|>). Then the next message follows it twice: what the second copy adds is the block of one copy, and
-        the text without that block is the end of the turn.
+        Some templates render a turn in another way when it is the last one (Qwen3 adds an empty thinking block, GPT-OSS
+        ends it with <|return|>). Then a question follows it, once and twice: what the second one adds is the length of one.
         """
         if i == len(messages) - 1:
             return len(text)
@@ -159,14 +184,14 @@ class ChatEncoder:
             alone = self._render(messages[: i + 1], tools)
             if text.startswith(alone):
                 return len(alone)
-            once = self._render(messages[: i + 2], tools)
-            twice = self._render([*messages[: i + 2], messages[i + 1]], tools)
+            once = self._render([*messages[: i + 1], FOLLOWER], tools)
+            twice = self._render([*messages[: i + 1], FOLLOWER, FOLLOWER], tools)
         except Rejected:
             return None
-        block = twice[len(once) :]
-        if not (block and twice.startswith(once) and once.endswith(block) and text.startswith(once)):
-            return None
-        return len(once) - len(block)
+        question = twice[len(once) :]
+        turn = once[: len(once) - len(question)]
+        same = bool(question) and twice.startswith(once) and once.endswith(question) and text.startswith(turn)
+        return len(turn) if same and turn.rstrip().endswith(self.marks) else None
 
     def _trim(self, text: str, start: int, end: int) -> int:
         """Without the newline that a template writes behind the end-of-turn token."""
@@ -174,9 +199,9 @@ class ChatEncoder:
         return start + len(bare) if bare.endswith(self.marks) else end
 
 
-def _check_tool_calls(messages: list[Message], text: str) -> None:
+def _check_tool_calls(messages: list[Message], learned: str) -> None:
     """A template that knows nothing of tools renders a turn of tool calls as an empty one."""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise Rejected("tool_call_dropped", f"the call of {call['function']['name']} is not in the rendered text")
+    names = Counter(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
+    for name, calls in names.items():
+        if learned.count(name) < calls:
+            raise Rejected("tool_call_dropped", f"the rendered turns of the assistant lack a call of {name}")

@@ -70,7 +70,9 @@ def _content(value: Any, where: str) -> str | None:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else json_type(part)
-            raise Rejected("unsupported_content", f"{where} has a part of type {brief(kind)}; only text can be captured")
+            raise Rejected(
+                "unsupported_content", f"{where} has a part of type {brief(kind)}; only text can be captured"
+            )
         texts.append(part["text"])
     return "".join(texts)
 
@@ -83,12 +85,16 @@ def _assistant_extras(turn: Message, where: str) -> Message:
     extras: Message = {}
     if calls:
         if not isinstance(calls, list):
-            raise Rejected("wrong_type", f"{where}.tool_calls is {brief(calls)} ({json_type(calls)}), an array is needed")
+            raise Rejected(
+                "wrong_type", f"{where}.tool_calls is {brief(calls)} ({json_type(calls)}), an array is needed"
+            )
         extras["tool_calls"] = [_tool_call(call, where) for call in calls]
     reasoning = next((turn[key] for key in REASONING_KEYS if turn.get(key)), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise Rejected("wrong_type", f"{where}: reasoning is {brief(reasoning)} ({json_type(reasoning)}), text is needed")
+            raise Rejected(
+                "wrong_type", f"{where}: reasoning is {brief(reasoning)} ({json_type(reasoning)}), text is needed"
+            )
         extras |= dict.fromkeys(REASONING_KEYS, reasoning)
     if not extras and turn.get("content", turn.get("value")) is None:
         raise Rejected("missing_key", f"{where} has no content, reasoning or tool calls")
@@ -117,7 +123,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         return parse_json(text.encode())
     except Rejected as error:
-        raise Rejected("bad_tool_call", f"{where}: the arguments of a tool call are not a JSON object ({error})") from None
+        raise Rejected(
+            "bad_tool_call", f"{where}: the arguments of a tool call are not a JSON object ({error})"
+        ) from None
 
 
 def _tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -36,10 +36,11 @@ REJECT_CODES = {
 class Rejected(Exception):
     """A line that becomes no sample. Caught where lines are read; never leaves this package."""
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, sample_id: str | None = None):
         super().__init__(message)
         self.code = code
         self.message = message
+        self.sample_id = sample_id  # where the line gave one before it failed
 
 
 def _strict_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -77,7 +78,13 @@ def parse_json(line: bytes) -> dict[str, Any]:
     return value
 
 
-FORMAT_KEYS = {"input_ids": "tokens", "messages": "messages", "conversations": "conversations", "text": "text", "prompt": "text"}
+FORMAT_KEYS = {
+    "input_ids": "tokens",
+    "messages": "messages",
+    "conversations": "conversations",
+    "text": "text",
+    "prompt": "text",
+}
 
 
 def recognise(keys: Iterable[str]) -> str | None:

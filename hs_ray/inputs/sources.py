@@ -82,7 +82,9 @@ def split_sources(sources: Sequence[Source], chunk_bytes: int = CHUNK_BYTES) -> 
             chunks += [Chunk(source, start, min(start + chunk_bytes, source.size)) for start in borders]
         elif source.kind == "parquet":
             groups = max(1, round(source.parts * chunk_bytes / max(source.size, 1)))
-            chunks += [Chunk(source, start, min(start + groups, source.parts)) for start in range(0, source.parts, groups)]
+            chunks += [
+                Chunk(source, start, min(start + groups, source.parts)) for start in range(0, source.parts, groups)
+            ]
         else:
             chunks.append(Chunk(source))
     return chunks
@@ -112,9 +114,13 @@ def _expand(path: str) -> dict[str, tuple[int, str]]:
         elif fs.exists(root):  # before the glob: a file may have [ or * in its name
             infos = {root: fs.info(root)}
         else:
+            hidden = posixpath.basename(root).startswith(".")  # as in a shell: * does not match .name
             infos = {name: info for name, info in fs.glob(root, detail=True).items() if info["type"] == "file"}
+            infos = {name: infos[name] for name in infos if hidden or not posixpath.basename(name).startswith(".")}
     except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"input.path = {path}: cannot be listed ({type(error).__name__}: {error}); check it") from error
+        raise InputError(
+            f"input.path = {path}: cannot be listed ({type(error).__name__}: {error}); check it"
+        ) from error
     if not infos:
         raise InputError(
             f"input.path = {path}: no such file, or a folder without input; what is read: {', '.join(SUFFIXES)}, "

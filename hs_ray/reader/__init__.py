@@ -25,7 +25,16 @@ from hs_ray.reader.output import Output, ShardEntry, open_output
 from hs_ray.reader.shard import ShardFile
 from hs_ray.storage import open_storage
 
-__all__ = ["FinalNorm", "HiddenStatesDataset", "Output", "ShardEntry", "ShardFile", "collate", "load_final_norm", "open_output"]
+__all__ = [
+    "FinalNorm",
+    "HiddenStatesDataset",
+    "Output",
+    "ShardEntry",
+    "ShardFile",
+    "collate",
+    "load_final_norm",
+    "open_output",
+]
 
 Sample = dict[str, Any]
 
@@ -37,19 +46,19 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     each chosen state column (bfloat16 [S, H]). Split samples are joined, `split_zstd` is undone.
 
     Iterating is sharded over ranks and DataLoader workers, shuffled if asked, and can be resumed in mid-epoch.
-    `dataset[i]` and `len(dataset)` see this rank's share in the order of the input; `map_style()` is that as a map-style dataset.
+    `dataset[i]` and `len(dataset)` see this rank's share in the order of the input; `map_style()` is that alone.
 
     columns: state columns to read, None for all; what is not asked for is not read.
     shuffle: the order of an epoch is a function of seed and epoch alone: shards are shuffled, then the samples within
         each group of `window` shards. The same for any number of ranks and workers.
-    batch_size: the DataLoader's. Workers then take whole batches, so that the loader's order, and with it the place where
-        `load_state_dict` takes up, does not depend on their number.
+    batch_size: the DataLoader's. Workers then take whole batches, so that the loader's order, and with it the place
+        where `load_state_dict` takes up, does not depend on their number.
     rank, world_size: None: those of torch.distributed, if it is initialised.
     even: drop the last samples (fewer than world_size) so that every rank has the same number.
     incomplete: read what is committed of an unfinished run.
 
-    Raises OutputError (no run there, or an unfinished one), ConfigError (no such column), ShardError (a damaged or foreign
-    file, which it names).
+    Raises OutputError (no run there, or an unfinished one), ConfigError (no such column), ShardError (a damaged or
+    foreign file, which it names).
     """
 
     def __init__(
@@ -75,7 +84,13 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         unknown = [name for name in self.columns if name not in known]
         if unknown:
             raise ConfigError(f"columns = {list(self.columns)}: {unknown} are not in {path}; it has {', '.join(known)}")
-        self.shuffle, self.seed, self.window, self.batch_size, self.even = shuffle, seed, max(1, window), max(1, batch_size), even
+        self.shuffle, self.seed, self.window, self.batch_size, self.even = (
+            shuffle,
+            seed,
+            max(1, window),
+            max(1, batch_size),
+            even,
+        )
         self.rank, self.world_size = _ranks(rank, world_size)
         self._first = np.cumsum([0] + [shard.samples for shard in self.output.shards])  # first sample of each shard
         self.num_samples = int(self._first[-1])  # over all ranks
@@ -120,7 +135,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
             self._start[1], self._taken = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which decides the order; a new one begins at its first sample. Reaches living workers, too."""
+        """Choose the epoch, which decides the order; a new one begins at its start. Reaches living workers, too."""
         if epoch != int(self._start[0]):
             self._start[0], self._start[1], self._taken = epoch, 0, 0
 
@@ -137,7 +152,9 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where `state` was taken. Raises ConfigError if it belongs to other data."""
         if state["num_samples"] != self.num_samples:
-            raise ConfigError(f"state of a dataset of {state['num_samples']} samples; {self._path} has {self.num_samples}")
+            raise ConfigError(
+                f"state of a dataset of {state['num_samples']} samples; {self._path} has {self.num_samples}"
+            )
         self.seed = state["seed"]
         self._start[0], self._start[1], self._taken = state["epoch"], state["position"], 0
 
@@ -157,10 +174,19 @@ class HiddenStatesDataset(IterableDataset[Sample]):
 
     def read(self, number: int) -> Sample:
         """Sample `number` of the whole output, whatever the rank; 0 is the first of the input."""
-        shard = int(np.searchsorted(self._first, number, side="right")) - 1
+        shard = self._shard_number(number)
         file = self._open(shard)
         rows = file.sample_rows(self.output.shards[shard].samples)[number - int(self._first[shard])]
         return file.sample(rows, self.columns)
+
+    def shard_of(self, number: int) -> ShardEntry:
+        """The shard that holds a sample of the whole output."""
+        return self.output.shards[self._shard_number(number)]
+
+    def _shard_number(self, number: int) -> int:
+        if not 0 <= number < self.num_samples:
+            raise IndexError(f"sample {number} of {self.num_samples}")
+        return int(np.searchsorted(self._first, number, side="right")) - 1
 
     def to_post_norm(self, x: torch.Tensor) -> torch.Tensor:
         """`final_pre_norm` [..., H] -> what the model's lm_head takes, `final_post_norm` [..., H]."""
@@ -180,7 +206,9 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         file = ShardFile(self._storage, self.output.shards[shard].path)
         found = file.metadata["fingerprint"]
         if found != self.output.fingerprint:
-            raise ShardError(f"{file.name}: made by another configuration (fingerprint {found}, the run's is {self.output.fingerprint})")
+            raise ShardError(
+                f"{file.name}: made by another configuration ({found}, the run's is {self.output.fingerprint})"
+            )
         self._files[shard] = file
         return file
 

@@ -1,7 +1,7 @@
 """The model's final norm, out of `_run/final_norm.safetensors`: turns `final_pre_norm` into `final_post_norm`.
 
 The file holds the tensor `weight` [H] and the metadata `eps` and `kind`. The formulas are those of transformers
-(LlamaRMSNorm, Gemma2RMSNorm, torch.nn.LayerNorm), rounded where they round, so that a bf16 result is bit-equal to theirs.
+(LlamaRMSNorm, Gemma2RMSNorm, torch.nn.LayerNorm), rounded where they round: a bf16 result is bit-equal to theirs.
 """
 
 import json
@@ -39,7 +39,9 @@ def load_final_norm(storage: Storage) -> FinalNorm:
     from safetensors.torch import load
 
     if not storage.exists(FINAL_NORM):
-        raise OutputError(f"{storage.root}/{FINAL_NORM}: missing; without it pre-norm states cannot become post-norm ones")
+        raise OutputError(
+            f"{storage.root}/{FINAL_NORM}: missing; without it pre-norm states cannot become post-norm ones"
+        )
     data = storage.read_bytes(FINAL_NORM)
     metadata = _metadata(data)
     if metadata.get("kind") not in ("rms_norm", "rms_norm_plus_one", "layer_norm"):

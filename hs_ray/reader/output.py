@@ -71,7 +71,9 @@ def load_run(storage: Storage) -> dict[str, Any]:
     """`_run/run.json`. Raises OutputError if this is no output of hs_ray."""
     run = load_json(storage, RUN_JSON)
     if run is None:
-        raise OutputError(f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path")
+        raise OutputError(
+            f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path"
+        )
     return run
 
 
@@ -109,8 +111,8 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
     if not complete and not incomplete:
         raise OutputError(
             f"output.path = {storage.root}: the run is not complete ({MANIFEST} "
-            f"{'says so' if manifest else 'is missing'}); finish it with the same command, or ask for what is committed so far "
-            f"with incomplete=true"
+            f"{'says so' if manifest else 'is missing'}); finish it with the same command, or ask for what is "
+            f"committed so far with incomplete=true"
         )
     entries = _from_manifest(storage, manifest) if complete else _from_markers(storage)
     _check_files(storage, entries, complete)
@@ -129,14 +131,18 @@ def _from_manifest(storage: Storage, manifest: dict[str, Any]) -> list[ShardEntr
     present = {info.path for info in storage.list(DONE)}
     for unit in range(manifest["counts"]["units"]):
         if marker_path(unit) not in present:
-            raise ShardError(f"{storage.root}/{marker_path(unit)}: missing, though {MANIFEST} says that the run is complete")
+            raise ShardError(
+                f"{storage.root}/{marker_path(unit)}: missing, though {MANIFEST} says that the run is complete"
+            )
     names = ShardEntry.__dataclass_fields__
     return [ShardEntry(**{name: entry[name] for name in names}) for entry in manifest["shards"]]
 
 
 def _from_markers(storage: Storage) -> list[ShardEntry]:
     return [
-        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes) for m in load_markers(storage).values() if m.shard is not None
+        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes)
+        for m in load_markers(storage).values()
+        if m.shard is not None
     ]
 
 
@@ -152,4 +158,6 @@ def _check_files(storage: Storage, entries: list[ShardEntry], complete: bool) ->
         if info is None:
             raise ShardError(f"{storage.root}/{entry.path}: missing, the marker of {unit_name(entry.unit)} names it")
         if info.size != entry.bytes:
-            raise ShardError(f"{storage.root}/{entry.path}: damaged, {info.size} bytes where {entry.bytes} were committed")
+            raise ShardError(
+                f"{storage.root}/{entry.path}: damaged, {info.size} bytes where {entry.bytes} were committed"
+            )

@@ -39,7 +39,7 @@ def cell_bytes(table: pa.Table, column: str) -> np.ndarray:
 
 
 def decode_state(table: pa.Table, column: str, compression: str) -> np.ndarray:
-    """bf16 bits, uint16 [S * H], of one state column of a one-row table. Raises ValueError for halves that do not fit."""
+    """bf16 bits, uint16 [S * H], of a state column of a one-row table. Raises ValueError for halves that do not fit."""
     if compression != "split_zstd":
         return cell_bytes(table, column).view(np.uint16)
     high, low = cell_bytes(table, f"{column}_hi"), cell_bytes(table, f"{column}_lo")
@@ -61,7 +61,7 @@ class ShardFile:
             self._file = storage.open(path)
             self._parquet = pq.ParquetFile(self._file, pre_buffer=not storage.is_local)
             if storage.is_local:
-                self._fd = os.open(os.path.join(storage.root, path), os.O_RDONLY)
+                self._fd = os.open(f"{storage.root}/{path}", os.O_RDONLY)
         except READ_ERRORS as error:
             raise ShardError(f"{self.name}: not a readable Parquet file ({error})") from error
         text = (self._parquet.metadata.metadata or {}).get(METADATA_KEY)
@@ -69,13 +69,16 @@ class ShardFile:
             raise ShardError(f"{self.name}: a foreign Parquet file, its footer has no {METADATA_KEY.decode()} entry")
         self.metadata: dict[str, Any] = json.loads(text)
         self.num_rows: int = self._parquet.num_row_groups
-        if self._parquet.metadata.num_rows != self.num_rows:
-            raise ShardError(f"{self.name}: {self._parquet.metadata.num_rows} rows in {self.num_rows} row groups; one row a group is needed")
+        rows = self._parquet.metadata.num_rows
+        if rows != self.num_rows:
+            raise ShardError(f"{self.name}: {rows} rows in {self.num_rows} row groups; one row a group is needed")
         self._hidden: int = self.metadata["hidden_size"]
         self._compression: str = self.metadata["compression"]
         schema = self._parquet.schema
         self._number = {schema.column(i).path: i for i in range(len(schema))}
-        missing = set(SMALL_COLUMNS + stored_columns(self.metadata["columns"], self._compression)) - set(self._parquet.schema_arrow.names)
+        missing = set(SMALL_COLUMNS + stored_columns(self.metadata["columns"], self._compression)) - set(
+            self._parquet.schema_arrow.names
+        )
         if missing:
             raise ShardError(f"{self.name}: damaged, columns {sorted(missing)} are missing")
         self._samples: list[range] | None = None
@@ -101,9 +104,15 @@ class ShardFile:
         return self._samples
 
     def sample(self, rows: range, columns: Sequence[str]) -> dict[str, Any]:
-        """One sample out of consecutive rows, joined: ids, int64 input_ids [S], uint8 loss_mask [S], bf16 states [S, H]."""
-        tables = [self._read(lambda row=row: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False)) for row in rows]
-        pieces = [{name: table.column(name)[0].as_py() for name in ("sample_id", "num_tokens", "token_start")} for table in tables]
+        """One sample out of consecutive rows, joined: int64 input_ids [S], uint8 loss_mask [S], bf16 states [S, H]."""
+        tables = [
+            self._read(lambda row=row: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False))
+            for row in rows
+        ]
+        pieces = [
+            {name: table.column(name)[0].as_py() for name in ("sample_id", "num_tokens", "token_start")}
+            for table in tables
+        ]
         total: int = tables[0].column("sample_tokens")[0].as_py()
         expected = 0
         for piece in pieces:
@@ -114,8 +123,8 @@ class ShardFile:
         mask = np.concatenate([_list(table, "loss_mask") for table in tables])
         if not len(ids) == len(mask) == expected == total:
             raise ShardError(
-                f"{self.name}: sample {pieces[0]['sample_id']!r} has {len(ids)} input_ids, {len(mask)} loss_mask, {expected} num_tokens, "
-                f"{total} sample_tokens"
+                f"{self.name}: sample {pieces[0]['sample_id']!r} has {len(ids)} input_ids, {len(mask)} loss_mask, "
+                f"{expected} num_tokens, {total} sample_tokens"
             )
         states = {name: torch.empty((total, self._hidden), dtype=torch.bfloat16) for name in columns}
         for row, piece in zip(rows, pieces, strict=True):
@@ -159,10 +168,10 @@ class ShardFile:
 
     def _read_local(self, row: int, column: str, offset: int, out: np.ndarray) -> None:
         prefix = bytearray(4)
-        target = memoryview(out.reshape(-1).view(np.uint8))
-        done = os.preadv(self._fd, [prefix, target], offset - 4) - 4  # type: ignore[list-item]  # writable buffers
+        target = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
+        done = os.preadv(self._fd, [prefix, target], offset - 4) - 4
         while 0 <= done < len(target):  # one call reads at most 2 GiB
-            more = os.preadv(self._fd, [target[done:]], offset + done)  # type: ignore[list-item]
+            more = os.preadv(self._fd, [target[done:]], offset + done)
             if not more:
                 break
             done += more
@@ -190,8 +199,8 @@ class ShardFile:
         if found != expected:
             tokens = expected // (self._hidden * STATE_BYTES)
             raise ShardError(
-                f"{self.name}: damaged, row {row}, column {column} has {found} bytes; {tokens} tokens * {self._hidden} * "
-                f"{STATE_BYTES} = {expected}"
+                f"{self.name}: damaged, row {row}, column {column} has {found} bytes; "
+                f"{tokens} tokens * {self._hidden} * {STATE_BYTES} = {expected}"
             )
 
     def _read(self, read: Any) -> Any:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hs_ray.errors import OutputError
-from hs_ray.storage.base import FileInfo, Scratch, Storage
+from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
+from hs_ray.storage.scratch import GrowingHash, Scratch
 
-__all__ = ["FileInfo", "LocalStorage", "Scratch", "Storage", "open_storage"]
+__all__ = ["FileInfo", "GrowingHash", "LocalStorage", "Scratch", "Storage", "open_storage"]
 
 
 def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
@@ -22,6 +23,7 @@ def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage
         return LocalStorage(rest)
     if scheme not in ("s3", "s3a") or not rest.split("/")[0]:
         raise OutputError(f"output.path = {path}: a local folder, or s3://bucket/prefix")
-    from hs_ray.storage.s3 import S3Storage  # aiobotocore takes a second to import: only where it is used
+    # aiobotocore takes a second to import: only where it is used.
+    from hs_ray.storage.s3 import S3Storage
 
     return S3Storage(path, options or {})

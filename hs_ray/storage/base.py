@@ -5,17 +5,17 @@ written beside, fsynced and renamed (or linked, where they must not replace anot
 `create` is the one primitive that decides races: of any number of callers, exactly one gets True.
 """
 
-import contextlib
-import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
 from hs_ray.errors import OutputError
 from hs_ray.schema import TMP
+from hs_ray.storage.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -23,34 +23,6 @@ class FileInfo:
     path: str  # relative to the root
     size: int  # bytes
     mtime: float  # unix time by the clock of the store
-
-
-class Scratch:
-    """A file being made, not part of the output until it is published.
-
-    path: for pyarrow, which writes fastest to a name of the operating system; fd: the same file.
-    """
-
-    def __init__(self, path: str, fd: int, linked: bool):
-        self.path, self.fd, self._linked = path, fd, linked
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self.fd).st_size
-
-    def free_bytes(self) -> int:
-        stats = os.fstatvfs(self.fd)
-        return stats.f_bavail * stats.f_frsize
-
-    def close(self) -> None:
-        """Remove it. After publishing there is nothing left to remove."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        if self._linked:
-            self._linked = False
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
 
 
 class Storage(ABC):
@@ -126,7 +98,7 @@ class Storage(ABC):
         probe = f"{TMP}/clock-{uuid.uuid4().hex}"
         self.write(probe, b"")
         try:
-            return next(info.mtime for info in self.list(TMP, os.path.basename(probe)))
+            return next(info.mtime for info in self.list(TMP, Path(probe).name))
         finally:
             self.remove(probe)
 
@@ -138,7 +110,7 @@ class Storage(ABC):
             first = self.create(probe, b"first")
             second = self.create(probe, b"second")
             step = "list"
-            listed = [info.size for info in self.list(TMP, os.path.basename(probe))]
+            listed = [info.size for info in self.list(TMP, Path(probe).name)]
             step = "read"
             content = self.read_bytes(probe)
             step = "remove"

@@ -1,31 +1,32 @@
 """An output on a local (or network) file system."""
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow as pa
 
 from hs_ray.schema import TMP
-from hs_ray.storage.base import FileInfo, Scratch, Storage
+from hs_ray.storage.base import FileInfo, Storage
+from hs_ray.storage.scratch import Scratch
 
 
 class LocalStorage(Storage):
     is_local = True
 
     def __init__(self, root: str):
-        self.root = os.path.abspath(root)
-
-    def _path(self, path: str) -> str:
-        return os.path.join(self.root, path)
+        self._root = Path(root).expanduser().absolute()
+        self.root = str(self._root)
 
     def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
         found = []
         try:
-            with os.scandir(self._path(folder)) as entries:
+            with os.scandir(self._root / folder) as entries:
                 for entry in entries:
                     # A file may go while we look: then it is not there.
                     with contextlib.suppress(FileNotFoundError):
@@ -38,76 +39,75 @@ class LocalStorage(Storage):
         return sorted(found, key=lambda info: info.path)
 
     def size(self, path: str) -> int:
-        return os.stat(self._path(path)).st_size
+        return (self._root / path).stat().st_size
 
     def read_bytes(self, path: str) -> bytes:
-        with open(self._path(path), "rb") as file:
-            return file.read()
+        return (self._root / path).read_bytes()
 
     def read_many(self, paths: Sequence[str]) -> Sequence[bytes]:
         with ThreadPoolExecutor(8) as pool:  # for network file systems; a local disk needs none
-            return list(pool.map(self.read_bytes, paths, chunksize=64))
+            return list(pool.map(self.read_bytes, paths))
 
     def open(self, path: str) -> pa.NativeFile:
-        return pa.OSFile(self._path(path), "rb")
+        return pa.OSFile(str(self._root / path), "rb")
 
     @contextlib.contextmanager
-    def _written(self, data: bytes) -> Iterator[str]:
+    def _written(self, data: bytes) -> Iterator[Path]:
         """The name of a temporary file with this content, fsynced; gone afterwards."""
-        name = self._path(f"{TMP}/{uuid.uuid4().hex}.tmp")
-        os.makedirs(os.path.dirname(name), exist_ok=True)
+        path = self._root / TMP / f"{uuid.uuid4().hex}.tmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(name, "xb") as file:
+            with path.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            yield name
+            yield path
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+            path.unlink(missing_ok=True)
 
     def write(self, path: str, data: bytes) -> None:
-        target = self._path(path)
-        make_folder(os.path.dirname(target))
-        with self._written(data) as name:
-            os.rename(name, target)
-            sync_folder(os.path.dirname(target))
+        target = self._target(path)
+        with self._written(data) as temporary:
+            temporary.rename(target)
+            sync_folder(target.parent)
 
     def create(self, path: str, data: bytes) -> bool:
-        target = self._path(path)
-        make_folder(os.path.dirname(target))
-        with self._written(data) as name:
+        target = self._target(path)
+        with self._written(data) as temporary:
             try:
-                os.link(name, target)  # unlike rename(2) it never replaces
+                target.hardlink_to(temporary)  # link(2): unlike rename(2) it never replaces
             except FileExistsError:
                 return self._holds(path, data)  # a network file system may have linked it and lost the answer
-            sync_folder(os.path.dirname(target))
+            sync_folder(target.parent)
             return True
 
     def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(path))
+        (self._root / path).unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Scratch:
-        path = self._path(f"{TMP}/{name}")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return Scratch(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), linked=True)
+        path = self._target(f"{TMP}/{name}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        return Scratch(str(path), fd, linked=True, disk=self.root)
 
     def publish(self, scratch: Scratch, path: str) -> None:
-        target = self._path(path)
-        make_folder(os.path.dirname(target))
+        target = self._target(path)
         os.fsync(scratch.fd)
-        os.rename(scratch.path, target)
-        sync_folder(os.path.dirname(target))
+        Path(scratch.path).rename(target)
+        sync_folder(target.parent)
 
     def free_bytes(self) -> int | None:
-        folder = self.root
-        while not os.path.exists(folder):
-            folder = os.path.dirname(folder)
+        folder = self._root
+        while not folder.exists():
+            folder = folder.parent
         return shutil.disk_usage(folder).free
 
+    def _target(self, path: str) -> Path:
+        target = self._root / path
+        make_folder(target.parent)
+        return target
 
-def sync_folder(folder: str) -> None:
+
+def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -116,11 +116,13 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def make_folder(folder: str) -> None:
-    """Like makedirs, and each new folder's own name is durable."""
-    if not os.path.isdir(folder):
-        parent = os.path.dirname(folder)
-        make_folder(parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        sync_folder(parent)
+def make_folder(folder: Path) -> None:
+    """Like mkdir -p, and each new folder's own name is durable."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another process was faster, or there is something else of that name
+            if not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        sync_folder(folder.parent)

@@ -4,12 +4,14 @@ import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from hs_ray.storage.base import FileInfo, Scratch, Storage
+from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.s3_client import S3Client
+from hs_ray.storage.scratch import Scratch
 
 
 class S3Storage(Storage):
@@ -57,8 +59,8 @@ class S3Storage(Storage):
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError:  # a file system without O_TMPFILE
             fd, path = tempfile.mkstemp(prefix="hs_ray-", suffix=".parquet", dir=folder)
-            os.unlink(path)
-        return Scratch(f"/proc/self/fd/{fd}", fd, linked=False)
+            Path(path).unlink()
+        return Scratch(f"/proc/self/fd/{fd}", fd, linked=False, disk=f"{folder} (buffer for uploads)")
 
     def publish(self, scratch: Scratch, path: str) -> None:
         self._client.upload(scratch.fd, scratch.size, self._key(path))

@@ -78,7 +78,8 @@ class S3Client:
         self.retry_seconds = float(own.pop("retry_seconds", 600))
         self.concurrency = int(own.pop("max_concurrency", 10))
         own.pop("scratch_dir", None)
-        config: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60, "max_pool_connections": self.concurrency + READERS}
+        config: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60}
+        config["max_pool_connections"] = self.concurrency + READERS
         config |= dict(own.pop("config_kwargs", {}))
         config["retries"] = {"total_max_attempts": 1}  # retries are ours alone
         self._connection = own | {"config_kwargs": config, "skip_instance_cache": True, "use_listings_cache": False}
@@ -124,7 +125,7 @@ class S3Client:
     def _explain(self, what: str, cause: BaseException) -> BaseException:
         """What hs_ray raises for an error that another try will not mend."""
         if isinstance(cause, NO_CREDENTIALS):
-            return OutputError(f"{what}: {cause}; set AWS_ACCESS_KEY_ID, AWS_PROFILE or a role, or storage_options.anon")
+            return OutputError(f"{what}: {cause}; set AWS_ACCESS_KEY_ID, AWS_PROFILE or anon=true")
         if not isinstance(cause, boto.ClientError):
             return cause
         code = cause.response.get("Error", {}).get("Code", "")
@@ -157,7 +158,8 @@ class S3Client:
 
     async def _get_range(self, key: str, start: int, length: int) -> bytes:
         """A long range comes as several requests at once: one stream of S3 gives about 100 MB/s."""
-        spans = [(at, min(self.part_bytes, start + length - at)) for at in range(start, start + length, self.part_bytes)]
+        stop, step = start + length, self.part_bytes
+        spans = [(at, min(step, stop - at)) for at in range(start, stop, step)]
         return b"".join(await asyncio.gather(*[self._get(key, at, count) for at, count in spans]))
 
     async def _get_many(self, keys: Sequence[str]) -> list[bytes]:

@@ -1,0 +1,141 @@
+"""The ways that are timed. Each runs in a process of its own, since an engine ends every child of its process."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from hs_ray.bench.prompts import Prompts
+from hs_ray.engine import cpu
+from hs_ray.engine.options import EngineOptions, server_args
+from hs_ray.engine.engine import HiddenStateEngine, Ticket
+from hs_ray.extract import extract_unit
+from hs_ray.schema import Sample
+from hs_ray.storage import Storage, open_storage
+from hs_ray.writer import ShardWriter
+
+WRITERS = 4  # units written at once, as in the job
+UNIT_TOKENS = 32_768  # 1 GiB of four states at hidden 4096
+
+
+@dataclass(frozen=True)
+class Setting:
+    options: EngineOptions
+    folder: str  # where capture + write writes
+    compression: str = "none"
+
+
+class Way(Protocol):
+    def time(self, prompts: Prompts) -> dict[str, float]:
+        """Seconds from the first prompt to the last result, and whatever else is worth a column."""
+
+    def close(self) -> None: ...
+
+
+class Bare:
+    """SGLang as it comes, with our arguments: nothing patched, nothing captured."""
+
+    def __init__(self, setting: Setting):
+        if setting.options.device == "cpu":
+            cpu.prepare()
+        from sglang.srt.entrypoints.engine import Engine
+
+        self.engine = Engine(**server_args(setting.options))
+        self.loop = asyncio.new_event_loop()
+
+    def time(self, prompts: Prompts) -> dict[str, float]:
+        async def everything() -> None:
+            await asyncio.gather(
+                *(
+                    self.engine.async_generate(input_ids=p.tolist(), sampling_params={"max_new_tokens": 0})
+                    for p in prompts
+                )
+            )
+
+        start = time.perf_counter()
+        self.loop.run_until_complete(everything())
+        return {"seconds": time.perf_counter() - start}
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+class Capture:
+    """Our engine; the states are complete in shared memory, and dropped."""
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.engine = HiddenStateEngine(setting.options)
+
+    def time(self, prompts: Prompts) -> dict[str, float]:
+        start = time.perf_counter()
+        waited = self._run(prompts)
+        return {"seconds": time.perf_counter() - start, "waited": waited}
+
+    def _run(self, prompts: Prompts) -> float:
+        waited = 0.0
+        with ThreadPoolExecutor(1) as feeder:
+            for submitted in [feeder.submit(self.engine.submit, prompt) for prompt in prompts]:
+                ticket: Ticket = submitted.result()
+                ticket.future.result(timeout=600)
+                waited += ticket.waited_s
+                self.engine.release(ticket)
+        return waited
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class CaptureWrite(Capture):
+    """Our engine and the job's writers: shards and markers on a file system."""
+
+    def _run(self, prompts: Prompts) -> float:
+        folder = Path(tempfile.mkdtemp(prefix="hs_ray_bench-", dir=self.setting.folder))
+        try:
+            storage = open_storage(str(folder))
+            with ThreadPoolExecutor(WRITERS) as pool:
+                return sum(pool.map(lambda item: self._unit(storage, *item), enumerate(_units(prompts))))
+        finally:
+            shutil.rmtree(folder)
+
+    def _unit(self, storage: Storage, unit: int, samples: list[Sample]) -> float:
+        writer = ShardWriter(
+            storage, unit, "0001-bench", 1, self.setting.options.spec, self.setting.compression, {}, "bench", 0
+        )
+        waited = extract_unit(self.engine, writer, samples)
+        writer.commit("bench", 0.0)
+        return waited
+
+
+def _units(prompts: Prompts) -> list[list[Sample]]:
+    units: list[list[Sample]] = []
+    room = 0
+    for line, ids in enumerate(prompts):
+        if len(ids) > room:
+            units.append([])
+            room = UNIT_TOKENS
+        units[-1].append(Sample(f"s{line}", "bench", line, ids, np.ones(len(ids), np.uint8)))
+        room -= len(ids)
+    return units
+
+
+def serve(connection: Connection, make: Callable[[Setting], Way], setting: Setting) -> None:
+    """The process of one way: time what comes over the connection until None does."""
+    try:
+        way = make(setting)
+        connection.send("ready")
+        while (prompts := connection.recv()) is not None:
+            connection.send(way.time(prompts))
+        way.close()
+    except BaseException:
+        connection.send({"error": traceback.format_exc()})
+        raise

@@ -1,0 +1,91 @@
+"""One unit through the engine: its samples submitted in order, their states written in order.
+
+Submitting runs ahead of writing in a thread of its own, as far as the shared memory reaches, so that the
+engine never waits at a unit's border; several units share one engine and take turns.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine, RequestError, SampleStates, Ticket
+from hs_ray.schema import Sample
+from hs_ray.writer import ShardWriter
+
+Progress = Callable[[int], None]  # tokens of a sample that was just written
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a sample has no states."""
+
+    code: str
+    message: str
+
+
+def extract_unit(
+    engine: HiddenStateEngine, writer: ShardWriter, samples: Sequence[Sample], progress: Progress | None = None
+) -> float:
+    """Fill `writer` with the states of `samples`; a sample that fails twice is recorded as failed there.
+
+    Returns the seconds that submitting waited for shared memory, that is for the writers. Raises CaptureError
+    (wrong or missing rows), EngineDiedError, or what the disk raises; the attempt is then worth nothing.
+    """
+    waited_s = 0.0
+    again: list[tuple[Sample, Fault]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="hs_ray-submit") as feeder:
+        tickets: list[Future[Ticket]] = [feeder.submit(engine.submit, sample.input_ids) for sample in samples]
+        try:
+            for sample, submitted in zip(samples, tickets, strict=True):
+                ticket = submitted.result()
+                waited_s += ticket.waited_s
+                fault = _write(engine, writer, sample, ticket)
+                if fault is not None:
+                    again.append((sample, fault))
+                elif progress is not None:
+                    progress(sample.num_tokens)
+        except BaseException:
+            _abandon(engine, tickets)
+            raise
+    for sample, _ in again:  # alone: nothing else of this unit is in the engine any more
+        fault = _write(engine, writer, sample, engine.submit(sample.input_ids))
+        if fault is not None:
+            writer.fail(sample, fault.code, f"{fault.message} (tried twice)")
+    return waited_s
+
+
+def _write(engine: HiddenStateEngine, writer: ShardWriter, sample: Sample, ticket: Ticket) -> Fault | None:
+    try:
+        try:
+            result = ticket.future.result()
+        except EngineDiedError:
+            raise
+        except RequestError as error:
+            return Fault("engine_error", str(error))
+        fault = _unusable(writer.spec.columns, result)
+        if fault is None:
+            writer.add(sample, result.states, result.stats)
+        return fault
+    finally:
+        engine.release(ticket)
+
+
+def _unusable(columns: Sequence[str], result: SampleStates) -> Fault | None:
+    """States that no trainer may see. A zero row is right only in the embeddings (a padding token's)."""
+    for name, stats in zip(columns, result.stats, strict=True):
+        if stats.nonfinite_rows:
+            return Fault("non_finite", f"{name}: {stats.nonfinite_rows} of {stats.rows} tokens hold NaN or Inf")
+        if stats.zero_rows and name != "hidden_0":
+            return Fault("zero_rows", f"{name}: {stats.zero_rows} of {stats.rows} tokens are all zero")
+    return None
+
+
+def _abandon(engine: HiddenStateEngine, tickets: Sequence[Future[Ticket]]) -> None:
+    """After a failure: submit no more, and give back what was submitted once it is through."""
+    for submitted in tickets:
+        submitted.cancel()
+    for submitted in tickets:
+        if not submitted.cancelled() and submitted.exception() is None:
+            ticket = submitted.result()
+            ticket.future.exception()  # wait: rows may still be on their way into its extent
+            engine.release(ticket)

@@ -1,0 +1,28 @@
+"""The plan: job and model resolved, lines -> units, the estimate, and run.json.
+
+resolve    ResolvedJob, fingerprint        build      tables of lines -> units
+estimate   what it will take               files      the plan's Parquet files       store   read them back; run.json
+"""
+
+from hs_ray.plan.build import PlanSummary, build_plan
+from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate
+from hs_ray.plan.resolved import ResolvedJob, differing_keys, fingerprint, resolve
+from hs_ray.plan.store import load_run, load_summary, read_unit, unit_counts, write_run
+
+__all__ = [
+    "PlanSummary",
+    "ResolvedJob",
+    "build_plan",
+    "check_fits",
+    "check_rejected",
+    "differing_keys",
+    "estimate",
+    "fingerprint",
+    "format_estimate",
+    "load_run",
+    "load_summary",
+    "read_unit",
+    "resolve",
+    "unit_counts",
+    "write_run",
+]

@@ -1,0 +1,130 @@
+"""What a run will take: shown before a GPU is asked for, and the reasons to refuse."""
+
+from typing import Any
+
+from hs_ray.config import parse_bytes
+from hs_ray.errors import InputError, OutputError
+from hs_ray.plan.build import PlanSummary
+from hs_ray.plan.resolved import ResolvedJob
+from hs_ray.schema import layer_spellings, stored_columns
+from hs_ray.storage import Storage
+
+SPLIT_ZSTD_RATIO = 0.68  # of the bytes of real states
+ROW_BYTES = 250  # names, counts and footer of one row, and a little more for each column
+COLUMN_BYTES = 110
+TOKEN_BYTES = 5  # input_ids and loss_mask
+BAR = 40
+
+
+def check_rejected(summary: PlanSummary, max_rejected: float) -> None:
+    """Raises InputError, with examples, if there is nothing to do or a larger share of the lines than allowed is unusable."""
+    filled = summary.lines - summary.blank
+    if summary.samples and summary.rejected <= max_rejected * filled:
+        return
+    codes = ", ".join(f"{code} {count}" for code, count in summary.rejects_by_code.items())
+    examples = "".join(f"\n  {e['source']}, line {e['line']}: {e['code']}: {e['message']}" for e in summary.examples)
+    if not summary.samples and not summary.rejected:
+        raise InputError(
+            f"input.path: {summary.lines} lines, none of them with a sample; give an input that is not empty"
+        )
+    raise InputError(
+        f"input.max_rejected = {max_rejected}: {summary.rejected} of {filled} lines ({summary.rejected / filled:.2%}) are unusable "
+        f"({codes}); mend the input, or allow a larger share{examples}"
+    )
+
+
+def estimate(
+    resolved: ResolvedJob,
+    summary: PlanSummary,
+    storage: Storage,
+    tokens_per_second: float | None,
+    replicas: int | None = None,
+) -> dict[str, Any]:
+    """Numbers only. tokens_per_second: of the whole job, measured or given; None: the time is not known."""
+    job, spec = resolved.job, resolved.spec
+    columns = len(stored_columns(spec.columns, job.output.compression.value))
+    ratio = SPLIT_ZSTD_RATIO if job.output.compression.value == "split_zstd" else 1.0
+    overhead = summary.tokens * TOKEN_BYTES + summary.rows * (ROW_BYTES + COLUMN_BYTES * columns)
+    engines = replicas if replicas is not None else job.engine.replicas
+    gpus = None if engines == "auto" else 0 if job.engine.device == "cpu" else engines * job.engine.tp_size
+    return summary.to_dict() | {
+        "model": resolved.model.name,
+        "columns": list(spec.columns),
+        "layers": layer_spellings(spec.layers),
+        "bytes_per_token": spec.bytes_per_token,
+        "output_bytes": round(summary.state_bytes * ratio) + overhead,
+        "shards": summary.units,
+        "free_bytes": storage.free_bytes(),
+        "min_free_bytes": parse_bytes(job.output.min_free_bytes),
+        "seconds": summary.tokens / tokens_per_second if tokens_per_second else None,
+        "tokens_per_second": tokens_per_second,
+        "engines": engines,
+        "gpus": gpus,
+        "tp_size": job.engine.tp_size,
+        "output": storage.root,
+    }
+
+
+def check_fits(numbers: dict[str, Any], committed_bytes: int = 0) -> None:
+    """Raises OutputError if the output will not fit. committed_bytes: of shards that a resumed run already has."""
+    free = numbers["free_bytes"]
+    missing = numbers["output_bytes"] - committed_bytes + numbers["min_free_bytes"]
+    if free is not None and missing > free:
+        raise OutputError(
+            f"output.path = {numbers['output']}: needs {size(missing)} ({size(numbers['min_free_bytes'])} of it to spare, "
+            f"output.min_free_bytes), {size(free)} are free; free some, take fewer layers, or output.compression=split_zstd"
+        )
+
+
+def format_estimate(numbers: dict[str, Any]) -> str:
+    """The estimate as people read it."""
+    n = numbers
+    layers = ", ".join(
+        f"{layer['id']} ({'embeddings' if layer['output_of_layer'] is None else 'output of layer ' + str(layer['output_of_layer'])})"
+        for layer in n["layers"]
+    )
+    free = "no bound (S3)" if n["free_bytes"] is None else f"{size(n['free_bytes'])} free"
+    learned = n["learned_tokens"] / max(n["tokens"], 1)
+    seconds = (
+        "unknown" if n["seconds"] is None else f"{duration(n['seconds'])} at {n['tokens_per_second']:,.0f} tokens/s"
+    )
+    gpus = (
+        f"{n['tp_size']} an engine, as many engines as fit"
+        if n["gpus"] is None
+        else f"{n['gpus']} ({n['engines']} x {n['tp_size']})"
+    )
+    lines = [
+        f"model      {n['model']}",
+        f"layers     {layers}; final: {', '.join(c for c in n['columns'] if c.startswith('final')) or 'none'}",
+        f"lines      {n['lines']:,} = {n['samples']:,} samples + {n['rejected']:,} rejected + {n['blank']:,} blank",
+        *[f"           rejected: {code} {count:,}" for code, count in n["rejects_by_code"].items()],
+        f"tokens     {n['tokens']:,} ({learned:.0%} learned), longest {n['longest_tokens']:,}, {n['truncated']:,} samples cut",
+        *_histogram(n["length_histogram"]),
+        f"output     {size(n['output_bytes'])} in {n['shards']:,} shards: {n['bytes_per_token']:,} bytes of states a token; {free}",
+        f"time       {seconds}",
+        f"GPUs       {gpus}",
+    ]
+    return "\n".join(lines)
+
+
+def _histogram(bins: list[list[int]]) -> list[str]:
+    most = max((count for _, count in bins), default=1)
+    return [
+        f"           <= {top:>7,} tokens {count:>10,} {'#' * max(1, round(BAR * count / most))}" for top, count in bins
+    ]
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units, as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,155 @@
+"""The files of a plan: `_run/samples/part-NNNNN.parquet`, one row group a unit, and `_run/rejected.parquet`."""
+
+import contextlib
+import json
+import uuid
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hs_ray.schema import REJECTED, SAMPLES, Reject
+from hs_ray.storage import Storage
+
+UNITS_PER_FILE = 64
+REJECTS_PER_GROUP = 16384
+UNITS_KEY = "hs_ray_units"  # key of the JSON in a part's metadata: [[unit, samples, tokens], ...]
+
+PLAN = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("line", pa.int64(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("unit", pa.int32(), nullable=False),
+    ]
+)
+REJECTS = pa.schema(
+    [
+        pa.field("sample_id", pa.string()),  # null: the line gave none
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("line", pa.int64(), nullable=False),
+        pa.field("code", pa.string(), nullable=False),
+        pa.field("message", pa.string(), nullable=False),
+    ]
+)
+
+
+def part_path(unit: int, units_per_file: int = UNITS_PER_FILE) -> str:
+    """The file that holds a unit's samples, as row group `unit % units_per_file`."""
+    return f"{SAMPLES}/part-{unit // units_per_file:05d}.parquet"
+
+
+class UnitFiles:
+    """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file."""
+
+    def __init__(self, storage: Storage, unit_tokens: int):
+        self.storage, self.unit_tokens = storage, unit_tokens
+        self.unit, self.paths = -1, set[str]()
+        self._bucket = -1  # of the unit that is being filled
+        self._tokens = 0  # of all samples so far
+        self._tables: list[pa.Table] = []
+        self._counts: list[list[int]] = []
+        self._file: _ParquetFile | None = None
+
+    def add(self, samples: pa.Table, sizes: np.ndarray) -> None:
+        """A sample's bucket is where its middle falls: no state of an earlier sample but the total is needed to know it."""
+        ends = self._tokens + np.cumsum(sizes)
+        self._tokens = int(ends[-1])
+        buckets = (ends - (sizes + 1) // 2) // self.unit_tokens
+        borders = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(sizes)]
+        for first, last in pairwise(borders):
+            if buckets[first] != self._bucket:
+                self._flush()
+                self._bucket = int(buckets[first])
+            self._tables.append(samples.slice(first, last - first))
+
+    def _flush(self) -> None:
+        if not self._tables:
+            return
+        self.unit += 1
+        table = pa.concat_tables(
+            self._tables
+        ).combine_chunks()  # pages, and so bytes, must not depend on the chunks of the input
+        self._tables = []
+        if self._file is None:
+            self._file = _ParquetFile(self.storage, PLAN, part_path(self.unit))
+        units = pa.array(np.full(len(table), self.unit, np.int32))
+        self._file.write(table.append_column(PLAN.field("unit"), units).cast(PLAN))
+        self._counts.append([self.unit, len(table), len(table["input_ids"].combine_chunks().flatten())])
+        if len(self._counts) == UNITS_PER_FILE:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._file is not None:
+            self._file.publish({UNITS_KEY: json.dumps(self._counts)})
+            self.paths.add(self._file.path)
+        self._file, self._counts = None, []
+
+    def finish(self) -> None:
+        self._flush()
+        self._publish()
+
+    def __enter__(self) -> "UnitFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.discard()
+
+
+class RejectFile:
+    """`_run/rejected.parquet`: every line that became no sample, in order."""
+
+    def __init__(self, storage: Storage):
+        self._file = _ParquetFile(storage, REJECTS, REJECTED)
+        self._rows: list[Reject] = []
+
+    def add(self, reject: Reject) -> None:
+        self._rows.append(reject)
+        if len(self._rows) == REJECTS_PER_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(pa.Table.from_pylist([asdict(reject) for reject in self._rows], REJECTS))
+        self._rows = []
+
+    def finish(self) -> None:
+        if self._rows:
+            self._flush()
+        self._file.publish({})
+
+    def __enter__(self) -> "RejectFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.discard()
+
+
+class _ParquetFile:
+    """A file of the plan in the making: each write is one row group; nothing is seen before `publish`."""
+
+    def __init__(self, storage: Storage, schema: pa.Schema, path: str):
+        self.storage, self.path = storage, path
+        self._scratch = storage.scratch(f"plan-{uuid.uuid4().hex}.parquet")
+        # Statistics and dictionaries are of no use for token ids, and cost more than zstd.
+        options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
+        self._writer = pq.ParquetWriter(self._scratch.path, schema, use_dictionary=["source", "code"], **options)
+
+    def write(self, table: pa.Table) -> None:
+        self._writer.write_table(table, row_group_size=max(len(table), 1))
+
+    def publish(self, metadata: dict[str, str]) -> None:
+        self._writer.add_key_value_metadata(metadata)
+        self._writer.close()
+        self.storage.publish(self._scratch, self.path)
+        self._scratch.close()
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: what was to be written is thrown away anyway
+            self._writer.close()
+        self._scratch.close()

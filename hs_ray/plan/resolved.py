@@ -1,0 +1,124 @@
+"""The job and its model, checked against each other: frozen, and everything later derives from it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hs_ray.config import ExtractJob, OnTooLong, to_plain
+from hs_ray.errors import ConfigError
+from hs_ray.inputs import Source, TokenizeSettings, content_digests
+from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest
+from hs_ray.schema import FORMAT_VERSION, CaptureSpec, resolve_layers
+
+# SGLang arguments that change neither values nor rows; any other one is part of the fingerprint, known to us or not.
+NEUTRAL_ENGINE_ARGS = frozenset(
+    [
+        "log_level",
+        "log_requests",
+        "show_time_cost",
+        "watchdog_timeout",
+        "soft_watchdog_timeout",
+        "dist_timeout",
+        "download_dir",
+        "max_running_requests",
+        "max_total_tokens",
+        "stream_interval",
+        "random_seed",
+        "weight_loader_disable_mmap",
+        "model_loader_extra_config",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    job: ExtractJob
+    model: ModelInfo
+    spec: CaptureSpec
+
+    @property
+    def tokenize_settings(self) -> TokenizeSettings:
+        """What the tasks that read the input need."""
+        job = self.job
+        return TokenizeSettings(
+            vocab_size=self.model.vocab_size,
+            max_seq_len=job.max_seq_len,
+            truncate=job.on_too_long is OnTooLong.truncate,
+            id_key=job.input.id_key,
+            allow_empty_mask=job.input.allow_empty_mask,
+            limit=job.input.limit,
+            model=job.model,
+            template=chat_template(job.model),
+        )
+
+
+def resolve(job: ExtractJob) -> ResolvedJob:
+    """Raises ConfigError with every problem that needs the model to be seen, all at once."""
+    problems: list[str] = []
+    model = resolve_model(job.model)  # without a model there is nothing to check the rest against
+    layers: tuple[int, ...] = ()
+    try:
+        layers = resolve_layers(job.layers, model.num_hidden_layers)
+    except ConfigError as error:
+        problems += error.problems
+    if job.max_seq_len > model.context_length:
+        problems.append(
+            f"max_seq_len = {job.max_seq_len}: at most the context of {model.name}, {model.context_length} tokens; "
+            f"for example max_seq_len={model.context_length}"
+        )
+    try:
+        chat_template(job.model)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return ResolvedJob(
+        job, model, CaptureSpec(layers, job.capture.final.value, model.num_hidden_layers, model.hidden_size)
+    )
+
+
+def fingerprint(
+    resolved: ResolvedJob, sources: Sequence[Source], versions: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """(sha256, its parts by the key that a user would change) over everything that decides values and rows.
+
+    versions: of the engine; `sglang` and `patch` count. Reads the whole input once, for its digest.
+    """
+    job, plain = resolved.job, to_plain(resolved.job)
+    args = {
+        key: value for key, value in plain["engine"]["args"].items() if key.replace("-", "_") not in NEUTRAL_ENGINE_ARGS
+    }
+    parts = {
+        "format_version": FORMAT_VERSION,
+        "model.path": resolved.model.digest,
+        "model.dtype": job.model.dtype,
+        "model.tokenizer, model.chat_template": tokenizer_digest(resolved.model, job.model),
+        "layers": list(resolved.spec.layers),
+        "capture.final": resolved.spec.final,
+        "max_seq_len": job.max_seq_len,
+        "on_too_long": plain["on_too_long"],
+        "input.path": _digest(content_digests(sources)),
+        "input.format": [source.format for source in sources],
+        "input.id_key": job.input.id_key,
+        "input.limit": job.input.limit,
+        "input.allow_empty_mask": job.input.allow_empty_mask,
+        "output.compression": plain["output"]["compression"],
+        "engine.args": args,
+        "sglang": versions.get("sglang"),
+        "patches/sglang": versions.get("patch"),
+    }
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in parts.items()
+    }
+    return _digest(texts), texts
+
+
+def differing_keys(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """`key = now (was before)` for every part of two fingerprints that differs."""
+    keys = sorted(old.keys() | new.keys())
+    return [f"{key} = {new.get(key)} (was {old.get(key)})" for key in keys if old.get(key) != new.get(key)]
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

