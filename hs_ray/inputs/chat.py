@@ -1,11 +1,12 @@
 """A conversation -> token ids and loss mask, with the model's own tokenizer and chat template.
 
-What is learned: an assistant's reasoning, content, tool calls and end-of-turn token. Not its header, which the serving engine
-writes (the generation prompt), nor the newline after the turn.
+What is learned: an assistant's reasoning, content, tool calls and end-of-turn token. Not its header, which the
+serving engine writes (the generation prompt), nor the newline after the turn.
 
-Where the template has {% generation %} markers, they say it. Where not, the turns are found by rendering shorter conversations
-and checking that each rendering is a prefix of the whole; a conversation for which that fails is rejected, not guessed at.
-The text itself is never searched for headers: it may contain anything, the marks of the template among it.
+Where the template has {% generation %} markers, they say it. Where not, the turns are found by rendering shorter
+conversations and checking that each rendering is a prefix of the whole; a conversation for which that fails is
+rejected, not guessed at. The text itself is never searched for headers: it may contain anything, the marks of the
+template among it.
 """
 
 import os
@@ -50,7 +51,7 @@ class ChatEncoder:
         return self.encode_spans(text, spans, special=False)
 
     def encode_text(self, prompt: str, response: str | None) -> tuple[np.ndarray, np.ndarray]:
-        """Raw text, with the BOS that the model expects. All of it is learned, or only the response where there is one."""
+        """Raw text, with the BOS that the model expects. All of it is learned, or only the response if there is one."""
         text, start = (prompt, 0) if response is None else (prompt + response, len(prompt))
         bos = self.tokenizer.bos_token
         special = not (bos and text.startswith(bos))  # a text rendered before has its BOS: not a second one
@@ -66,12 +67,13 @@ class ChatEncoder:
         begin, end = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), dtype=np.uint8)
         for first, last in spans:
-            # `end > first`: some tokenizers trim blanks off offsets, so a blank before the span looks like an empty range at `first`.
+            # `end > first`: some tokenizers trim blanks off offsets, so that a blank before the span becomes an empty
+            # range at `first`.
             mask[(begin >= first) & (end > first) & (end <= last)] = 1
         return ids, mask
 
     def _encode_pieces(self, text: str, spans: list[Span], special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """For tokenizers without offsets: encode between the borders, and accept only if that gives the ids of the whole."""
+        """For tokenizers without offsets: encode between the borders; accepted if that gives the ids of the whole."""
         whole = self.tokenizer.encode(text, add_special_tokens=True) if special else self._encode_plain(text)
         borders = [0, *(border for span in spans for border in span), len(text)]
         ids: list[int] = []
@@ -135,8 +137,9 @@ class ChatEncoder:
                 if start is None or end is None or end < start:
                     raise Rejected(
                         "mask_unverified",
-                        f"the {'start' if start is None else 'end'} of message {i} cannot be told: the chat template renders the first "
-                        f"messages otherwise when more follow; give model.chat_template with {{% generation %}} markers",
+                        f"the {'start' if start is None else 'end'} of message {i} cannot be told: the chat template "
+                        f"renders the first messages otherwise when more follow; give a model.chat_template with "
+                        f"{{% generation %}} markers",
                     )
                 spans.append((start, self._trim(text, start, end)))
         return spans
@@ -158,8 +161,8 @@ class ChatEncoder:
     def _turn_start(self, text: str, before: list[Message], tools: Tools) -> int | None:
         """Where the turn after `before` begins: behind the generation prompt.
 
-        Of a prompt that also opens the reasoning (`<think>`), a turn without any has only the header. A turn that begins
-        with a character like no other tells where the header ends.
+        Of a prompt that also opens the reasoning (`<think>`), a turn without any has only the header. A turn that
+        begins with a character like no other tells where the header ends.
         """
         try:
             prompt = self._render(before, tools, prompt=True)
@@ -176,7 +179,7 @@ class ChatEncoder:
         """Where turn `i` ends: after the conversation up to it, rendered alone.
 
         Some templates render a turn in another way when it is the last one (Qwen3 adds an empty thinking block, GPT-OSS
-        ends it with <|return|>). Then a question follows it, once and twice: what the second one adds is the length of one.
+        ends it with <|return|>). Then a question follows it, once and twice: what the second adds is the length of one.
         """
         if i == len(messages) - 1:
             return len(text)

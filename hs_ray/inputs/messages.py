@@ -1,7 +1,7 @@
 """A record's conversation, in OpenAI's or ShareGPT's spelling -> the one shape that chat templates take.
 
-Out comes a list of {role, content} with, where given, `tool_calls` (nested, arguments as an object), `tool_call_id`, `name`,
-and an assistant's reasoning under every name that templates look for it.
+Out comes a list of {role, content} with, where given, `tool_calls` (nested, arguments as an object), `tool_call_id`,
+`name`, and an assistant's reasoning under every name that templates look for it.
 """
 
 import json
@@ -61,7 +61,7 @@ def _message(turn: Any, where: str, roles: dict[str, str]) -> Message:
 
 
 def _content(value: Any, where: str) -> str | None:
-    """Text, or the texts of content parts joined, because few templates take parts. None stays None: templates look for it."""
+    """Text, or the texts of content parts joined: few templates take parts. None stays None: templates look for it."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -102,7 +102,7 @@ def _assistant_extras(turn: Message, where: str) -> Message:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """{id, type, function: {name, arguments}}. Arguments given as JSON text become the object, as a chat server does it too."""
+    """{id, type, function: {name, arguments}}. Arguments given as JSON text become an object, as in a chat server."""
     if isinstance(call, str):
         call = _parse(call, where)
     function = call.get("function", call) if isinstance(call, dict) else None

@@ -41,7 +41,7 @@ def read_chunk(chunk: Chunk, settings: TokenizeSettings) -> pa.Table:
 
 
 def iter_chunk(chunk: Chunk, settings: TokenizeSettings, table_bytes: int = CHUNK_BYTES) -> Iterator[pa.Table]:
-    """`read_chunk` in tables of about `table_bytes` of input, at least one: a compressed file may be far larger than memory."""
+    """`read_chunk` in tables of about `table_bytes` of input, at least one: a file may be far larger than memory."""
     parser = SampleParser(chunk.source.format, settings, lambda: _encoder(settings))
     items = _lines(chunk, parser) if chunk.source.kind == "lines" else _records(chunk, parser)
     builder = _TableBuilder(chunk.source.source)

@@ -28,7 +28,7 @@ REJECT_CODES = {
     "unsupported_content": "a message holds something else than text",
     "bad_tool_call": "a tool call has no name, or its arguments are not JSON",
     "template_error": "the chat template failed on these messages",
-    "mask_unverified": "the chat template renders this conversation in a way that the assistant's turns cannot be told apart in",
+    "mask_unverified": "the chat template renders this conversation so that the assistant's turns cannot be told",
     "tool_call_dropped": "the chat template leaves out a tool call of the sample",
 }
 
@@ -58,8 +58,9 @@ _exact = json.JSONDecoder(object_pairs_hook=_strict_object)
 def parse_json(line: bytes) -> dict[str, Any]:
     """The object that a line holds, exactly. Raises Rejected.
 
-    Two parsers must agree, because neither will do alone: orjson refuses what is not JSON (NaN, 1e999, lone surrogates, bad
-    UTF-8) but turns integers of over 64 bits into floats and lets the last of two equal keys win; json is exact but lax.
+    Two parsers must agree, because neither will do alone: orjson refuses what is not JSON (NaN, 1e999, lone surrogates,
+    bad UTF-8) but turns integers of over 64 bits into floats and lets the last of two equal keys win; json is exact but
+    lax.
     """
     try:
         text = line.decode("utf-8")

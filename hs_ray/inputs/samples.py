@@ -64,7 +64,8 @@ class SampleParser:
     def _plain_tokens(self, line: bytes) -> Tokens | None:
         """The fast path of the `tokens` format, five times the strict one: a plainly good line, or None.
 
-        Anything unusual (a float, `true`, a key that is there twice) is left to the strict parser, which also has the message.
+        Anything unusual (a float, `true`, a key that is there twice) is left to the strict parser, which also has the
+        message.
         """
         if b"\\" in line or b"true" in line or b"false" in line or any(line.count(key) > 1 for key in self._once):
             return None

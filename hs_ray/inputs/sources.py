@@ -1,7 +1,7 @@
 """Which files the input is, what each one holds, and the raw lines of a part of one.
 
-Lines are split on the byte `\\n` and nothing else: `str.splitlines` and text mode also break at U+2028, U+0085 and `\\r`,
-which are legal inside a JSON string.
+Lines are split on the byte `\\n` and nothing else: `str.splitlines` and text mode also break at U+2028, U+0085 and
+`\\r`, which are legal in JSON.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -29,12 +30,13 @@ MAX_LINE_BYTES = 512 * 2**20  # of a longer line only the first bytes are kept: 
 PEEK_LINES = 100
 CHUNK_BYTES = 32 * 2**20
 IO_THREADS = 16
+DEMO = Path(__file__).parent.parent / "demo"  # what `input.path=null` means
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `source` is its path relative to the longest common parent of all of them: what samples are named by."""
+    """One input file. `source`, relative to the longest common parent of all of them, is what samples are named by."""
 
     path: str  # as fsspec opens it
     source: str
@@ -48,7 +50,7 @@ class Source:
 class Chunk:
     """A part of a source, read by one task: [start, end) in bytes of a plain file, in row groups of a Parquet file.
 
-    `end` None: to the end. A line belongs to the chunk that holds its first byte, so borders need not fall on line ends.
+    `end` None: to the end. A line belongs to the chunk that holds its first byte: borders need not fall on line ends.
     """
 
     source: Source
@@ -57,13 +59,12 @@ class Chunk:
 
 
 def list_sources(config: InputConfig) -> list[Source]:
-    """Every file of `input.path` with its format, sorted by `source`: the order that they were given in does not matter.
+    """Every file of `input.path` with its format, sorted by `source`: the order they were given in does not matter.
 
     Raises InputError if a path matches nothing or a file cannot be read.
     """
-    given = [config.path] if isinstance(config.path, str) else list(config.path or [])
-    if not given:
-        raise InputError(f"input.path = {config.path}: a file, glob, folder or a list of them; local or s3://")
+    path = config.path or str(DEMO)
+    given = [path] if isinstance(path, str) else list(path)
     found: dict[str, tuple[int, str]] = {}
     for path in given:
         found.update(_expand(str(path)))
@@ -159,6 +160,7 @@ def _inspect(path: str, source: str, size: int, kind: str, wanted: str) -> Sourc
     """Open a file once: the format that its head speaks for, and a Parquet file's row groups."""
     parts = 1
     try:
+        source.encode()  # a name of other bytes than UTF-8 fits into no Parquet file
         if kind == "lines":
             seen = _peek(path) if wanted == "auto" else wanted
         else:
@@ -169,7 +171,7 @@ def _inspect(path: str, source: str, size: int, kind: str, wanted: str) -> Sourc
                 else:
                     names = pa.ipc.open_stream(file).schema.names
             seen = recognise(names) or "auto" if wanted == "auto" else wanted
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowInvalid, UnicodeEncodeError) as error:
         raise InputError(f"input.path = {path}: cannot be read ({error}); check the file, or leave it out") from error
     return Source(path, source, size, seen, kind, parts)
 
@@ -213,7 +215,7 @@ def read_lines(chunk: Chunk) -> Iterator[bytes]:
 
 
 def _split(file: Any, offset: int, end: int | None, skip: bool) -> Iterator[bytes]:
-    """Lines whose first byte is before `end`; `offset` is where the file stands. `skip`: the first piece is not ours."""
+    """Lines whose first byte is before `end`; `offset`: where the file stands; `skip`: the first piece is not ours."""
     parts: list[bytes] = []  # of the line that is being read; joined once, or a huge line would be copied over and over
     kept = length = 0
     at_end = False

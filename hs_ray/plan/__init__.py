@@ -1,7 +1,9 @@
 """The plan: job and model resolved, lines -> units, the estimate, and run.json.
 
-resolve    ResolvedJob, fingerprint        build      tables of lines -> units
-estimate   what it will take               files      the plan's Parquet files       store   read them back; run.json
+- `resolved`: ResolvedJob, the fingerprint
+- `build`: tables of lines -> units; `files`: the Parquet files they are written to
+- `store`: reading them back, and run.json
+- `estimates`: what a run will take, and the reasons to refuse it
 """
 
 from hs_ray.plan.build import PlanSummary, build_plan

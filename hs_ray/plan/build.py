@@ -1,7 +1,8 @@
 """Lines -> units, written to the output with their tokens, so that an actor never tokenizes again.
 
-One pass over the tables of `inputs.iter_chunk`, in order. What is held is one unit and a 16-byte digest of each id, so the input
-may be far larger than memory. The result depends on the lines alone: not on chunks, workers or the order of files.
+One pass over the tables of `inputs.iter_chunk`, in order. What is held is one unit and a 16-byte digest of each id, so
+the input may be far larger than memory. The result depends on the lines alone: not on chunks, workers or the order of
+files.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ BAR = 40
 
 
 def check_rejected(summary: PlanSummary, max_rejected: float) -> None:
-    """Raises InputError, with examples, if there is nothing to do or a larger share of the lines than allowed is unusable."""
+    """Raises InputError, with examples, if there is nothing to do, or more of the lines than allowed are unusable."""
     filled = summary.lines - summary.blank
     if summary.samples and summary.rejected <= max_rejected * filled:
         return
@@ -28,8 +28,8 @@ def check_rejected(summary: PlanSummary, max_rejected: float) -> None:
             f"input.path: {summary.lines} lines, none of them with a sample; give an input that is not empty"
         )
     raise InputError(
-        f"input.max_rejected = {max_rejected}: {summary.rejected} of {filled} lines ({summary.rejected / filled:.2%}) are unusable "
-        f"({codes}); mend the input, or allow a larger share{examples}"
+        f"input.max_rejected = {max_rejected}: {summary.rejected} of {filled} lines "
+        f"({summary.rejected / filled:.2%}) are unusable ({codes}); mend the input, or allow a larger share{examples}"
     )
 
 
@@ -71,8 +71,9 @@ def check_fits(numbers: dict[str, Any], committed_bytes: int = 0) -> None:
     missing = numbers["output_bytes"] - committed_bytes + numbers["min_free_bytes"]
     if free is not None and missing > free:
         raise OutputError(
-            f"output.path = {numbers['output']}: needs {size(missing)} ({size(numbers['min_free_bytes'])} of it to spare, "
-            f"output.min_free_bytes), {size(free)} are free; free some, take fewer layers, or output.compression=split_zstd"
+            f"output.path = {numbers['output']}: needs {size(missing)}, {size(numbers['min_free_bytes'])} of it "
+            f"to spare (output.min_free_bytes); {size(free)} are free; free some, take fewer layers, or "
+            f"output.compression=split_zstd"
         )
 
 
@@ -80,9 +81,10 @@ def format_estimate(numbers: dict[str, Any]) -> str:
     """The estimate as people read it."""
     n = numbers
     layers = ", ".join(
-        f"{layer['id']} ({'embeddings' if layer['output_of_layer'] is None else 'output of layer ' + str(layer['output_of_layer'])})"
+        f"{layer['id']} (output of layer {layer['output_of_layer']})" if layer["id"] else "0 (embeddings)"
         for layer in n["layers"]
     )
+    final = ", ".join(name for name in n["columns"] if name.startswith("final")) or "none"
     free = "no bound (S3)" if n["free_bytes"] is None else f"{size(n['free_bytes'])} free"
     learned = n["learned_tokens"] / max(n["tokens"], 1)
     seconds = (
@@ -95,12 +97,14 @@ def format_estimate(numbers: dict[str, Any]) -> str:
     )
     lines = [
         f"model      {n['model']}",
-        f"layers     {layers}; final: {', '.join(c for c in n['columns'] if c.startswith('final')) or 'none'}",
+        f"layers     {layers}; final: {final}",
         f"lines      {n['lines']:,} = {n['samples']:,} samples + {n['rejected']:,} rejected + {n['blank']:,} blank",
         *[f"           rejected: {code} {count:,}" for code, count in n["rejects_by_code"].items()],
-        f"tokens     {n['tokens']:,} ({learned:.0%} learned), longest {n['longest_tokens']:,}, {n['truncated']:,} samples cut",
+        f"tokens     {n['tokens']:,} ({learned:.0%} learned), longest {n['longest_tokens']:,}, "
+        f"{n['truncated']:,} samples cut",
         *_histogram(n["length_histogram"]),
-        f"output     {size(n['output_bytes'])} in {n['shards']:,} shards: {n['bytes_per_token']:,} bytes of states a token; {free}",
+        f"output     {size(n['output_bytes'])} in {n['shards']:,} shards: {n['bytes_per_token']:,} bytes of states a "
+        f"token; {free}",
         f"time       {seconds}",
         f"GPUs       {gpus}",
     ]

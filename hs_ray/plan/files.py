@@ -57,7 +57,7 @@ class UnitFiles:
         self._file: _ParquetFile | None = None
 
     def add(self, samples: pa.Table, sizes: np.ndarray) -> None:
-        """A sample's bucket is where its middle falls: no state of an earlier sample but the total is needed to know it."""
+        """A sample's bucket is where its middle falls among all tokens: one running total is enough to know it."""
         ends = self._tokens + np.cumsum(sizes)
         self._tokens = int(ends[-1])
         buckets = (ends - (sizes + 1) // 2) // self.unit_tokens

@@ -74,7 +74,7 @@ def write_run(
     fingerprint: tuple[str, Mapping[str, str]],
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Write `_run/run.json` after the plan's files, and return its content. It holds no secrets: `config` refuses them."""
+    """Write `_run/run.json`, after the plan's files; returns its content. No secrets in it: `config` refuses them."""
     run = {
         "format_version": FORMAT_VERSION,
         "fingerprint": fingerprint[0],
@@ -105,7 +105,8 @@ def load_run(storage: Storage) -> dict[str, Any] | None:
     if not isinstance(run, dict) or run.get("format_version") != FORMAT_VERSION:
         found = run.get("format_version") if isinstance(run, dict) else "no version"
         raise OutputError(
-            f"output.path = {storage.root}: {RUN_JSON} has format {found}, this hs_ray writes {FORMAT_VERSION}; choose another folder"
+            f"output.path = {storage.root}: {RUN_JSON} has format {found}, this hs_ray writes {FORMAT_VERSION}; "
+            f"choose another folder"
         )
     return run
 

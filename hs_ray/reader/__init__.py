@@ -172,12 +172,15 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         """The same samples for a DataLoader with a sampler of its own (DistributedSampler, for example)."""
         return MapStyle(self)
 
-    def read(self, number: int) -> Sample:
-        """Sample `number` of the whole output, whatever the rank; 0 is the first of the input."""
+    def read(self, number: int, columns: Sequence[str] | None = None) -> Sample:
+        """Sample `number` of the whole output, whatever the rank; 0 is the first of the input.
+
+        columns: state columns to read; None for the dataset's.
+        """
         shard = self._shard_number(number)
         file = self._open(shard)
         rows = file.sample_rows(self.output.shards[shard].samples)[number - int(self._first[shard])]
-        return file.sample(rows, self.columns)
+        return file.sample(rows, self.columns if columns is None else columns)
 
     def shard_of(self, number: int) -> ShardEntry:
         """The shard that holds a sample of the whole output."""

@@ -1,4 +1,4 @@
-"""Tokenizers made in memory: one token a byte, and the marks of the chat templates. A masked token is then readable text."""
+"""Tokenizers made in memory: one token a byte, and the marks of the chat templates; a mask is then readable."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ MARKS = {
     "qwen3": ["<|im_start|>", "<|im_end|>"],
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"],
     "kimi_k2": [
-        "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     ],
     "gpt_oss": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"],
 }  # fmt: skip

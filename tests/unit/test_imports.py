@@ -40,7 +40,7 @@ def modules() -> dict[str, list[Path]]:
 
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of every import in a file, inside functions too; relative ones are spelt out."""
-    package = ["hs_ray", *path.relative_to(PACKAGE).parts[:-1]]
+    package = list(path.relative_to(PACKAGE.parent).parts[:-1])
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Small files, byte by byte: what each line becomes. Vocabulary 0..99, max_seq_len 6, the rest as the defaults unless said."""
+"""Small files, byte by byte: what each line becomes. Vocabulary 0..99, max_seq_len 6, else the defaults."""
 
 import gzip
 import json
@@ -90,7 +90,9 @@ CASES = [
     Case("lone surrogate in a key that is not used", ids('"a"', r',"x":"\udfff"'), [rejected("lone_surrogate")]),
     Case("a whole pair", ids(r'"\ud83d\ude00"'), [sample("😀", [1, 2])]),
     Case("the same key twice", b'{"input_ids":[1,2],"input_ids":[3]}\n', [rejected("malformed_json")]),
-    Case("the same key twice, once escaped", b'{"input_ids":[1],"\\u0069nput_ids":[3]}\n', [rejected("malformed_json")]),
+    Case(
+        "the same key twice, once escaped", b'{"input_ids":[1],"\\u0069nput_ids":[3]}\n', [rejected("malformed_json")]
+    ),
     Case("two ids", b'{"id":"a","id":"b","input_ids":[1]}\n', [rejected("malformed_json")]),
     Case("escaped key", b'{"\\u0069nput_ids":[1,2]}\n', [t]),
     # --- ids ---
@@ -128,7 +130,12 @@ CASES = [
     Case("mask a huge number", ids('"a"', ',"loss_mask":999999999999'), [rejected("wrong_type", "a")]),
     Case("mask text", ids('"a"', ',"loss_mask":"11"'), [rejected("wrong_type", "a")]),
     Case("mask all zero", ids('"a"', ',"loss_mask":[0,0]'), [rejected("empty_mask", "a")]),
-    Case("mask all zero, wanted", ids('"a"', ',"loss_mask":[0,0]'), [sample("a", [1, 2], [0, 0])], {"allow_empty_mask": True}),
+    Case(
+        "mask all zero, wanted",
+        ids('"a"', ',"loss_mask":[0,0]'),
+        [sample("a", [1, 2], [0, 0])],
+        {"allow_empty_mask": True},
+    ),
     Case("no tokens", b'{"id":"a","input_ids":[]}', [rejected("empty", "a")]),
     Case("ids missing", b'{"id":"a"}', [rejected("missing_key", "a")]),
     Case("ids null", b'{"input_ids":null}', [rejected("wrong_type")]),
@@ -162,7 +169,9 @@ CASES = [
     # --- limit, auto ---
     Case("limit counts lines", T + b"\n\n" + T + b"\n" + T, [t, blank], {"limit": 2}),
     Case("auto finds tokens after rubbish", b"rubbish\n\n" + T, [rejected("malformed_json"), blank, t], format="auto"),
-    Case("auto finds nothing", b'{"a":1}\n[]\n', [rejected("unknown_format"), rejected("not_an_object")], format="auto"),
+    Case(
+        "auto finds nothing", b'{"a":1}\n[]\n', [rejected("unknown_format"), rejected("not_an_object")], format="auto"
+    ),
     Case("auto, another format on a later line", T + b'\n{"text":"a"}', [t, rejected("missing_key")], format="auto"),
 ]
 
@@ -186,7 +195,9 @@ def write(folder: Path, data: bytes, name: str = "a.jsonl") -> str:
     return str(folder / name)
 
 
-def read(path: str, settings: TokenizeSettings = SETTINGS, format: str = "tokens", chunk_bytes: int = 2**25) -> list[Any]:
+def read(
+    path: str, settings: TokenizeSettings = SETTINGS, format: str = "tokens", chunk_bytes: int = 2**25
+) -> list[Any]:
     sources = list_sources(InputConfig(path=path, format=InputFormat[format]))
     return [row for chunk in split_sources(sources, chunk_bytes) for row in outcomes(read_chunk(chunk, settings))]
 
@@ -204,7 +215,9 @@ def test_lines(case: Case, tmp_path: Path) -> None:
     assert read(write(tmp_path, case.data), settings_of(case), case.format) == case.want
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "limit" not in c.settings and len(c.data) < 2000], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "limit" not in c.settings and len(c.data) < 2000], ids=lambda c: c.name
+)
 def test_chunks_and_compression_change_nothing(case: Case, tmp_path: Path) -> None:
     path = write(tmp_path, case.data)
     for chunk_bytes in (1, 7, 64):
@@ -239,6 +252,8 @@ def test_the_fast_path_and_the_strict_one_agree(tmp_path: Path) -> None:
         size = int(rng.integers(0, 9))
         record: dict[str, Any] = {"id": f"s{size}", "input_ids": rng.integers(-2, 103, size).tolist()}
         if rng.random() < 0.7:
-            record["loss_mask"] = rng.integers(0, 2 + int(rng.random() < 0.1), int(rng.integers(max(size - 1, 0), size + 1))).tolist()
+            record["loss_mask"] = rng.integers(
+                0, 2 + int(rng.random() < 0.1), int(rng.integers(max(size - 1, 0), size + 1))
+            ).tolist()
         fast = read(write(tmp_path, json.dumps(record).encode()))
         assert read(write(tmp_path, json.dumps(record | {"x": True}).encode())) == fast

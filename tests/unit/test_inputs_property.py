@@ -49,7 +49,11 @@ def to_bytes(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-lines = st.binary(max_size=30) | st.sampled_from([b"", b"\r", b" ", b"\xef\xbb\xbf", b"{", b'{"id":']) | records.map(to_bytes)
+lines = (
+    st.binary(max_size=30)
+    | st.sampled_from([b"", b"\r", b" ", b"\xef\xbb\xbf", b"{", b'{"id":'])
+    | records.map(to_bytes)
+)
 files = st.lists(lines, max_size=8).map(b"\n".join)
 
 
@@ -59,7 +63,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hs_ray.inputs.read._encoder", lambda settings: encoder)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=files, chunk_bytes=st.integers(1, 200), format=st.sampled_from(list(InputFormat)))
 def test_every_line_has_its_row(data: bytes, chunk_bytes: int, format: InputFormat) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -33,27 +33,108 @@ thinking = A | dict.fromkeys(REASONING_KEYS, "R")
 NORMALISED: list[tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = [
     ("plain", "messages", {"messages": [U, A]}, [U, A]),
     ("extra keys are left", "messages", {"messages": [U | {"weight": 1}, A | {"refusal": None}]}, [U, A]),
-    ("developer", "messages", {"messages": [{"role": "developer", "content": "S"}, U, A]}, [{"role": "developer", "content": "S"}, U, A]),
-    ("text parts", "messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, A]}, [{"role": "user", "content": "ab"}, A]),
+    (
+        "developer",
+        "messages",
+        {"messages": [{"role": "developer", "content": "S"}, U, A]},
+        [{"role": "developer", "content": "S"}, U, A],
+    ),
+    (
+        "text parts",
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, A]},
+        [{"role": "user", "content": "ab"}, A],
+    ),
     ("reasoning_content", "messages", {"messages": [U, A | {"reasoning_content": "R"}]}, [U, thinking]),
     ("thinking", "messages", {"messages": [U, A | {"thinking": "R"}]}, [U, thinking]),
     ("reasoning", "messages", {"messages": [U, A | {"reasoning": "R"}]}, [U, thinking]),
     ("empty reasoning is none", "messages", {"messages": [U, A | {"reasoning_content": ""}]}, [U, A]),
-    ("arguments as an object", "messages", {"messages": [U, call(name="f", arguments={"a": 1})]}, [U, nested({"a": 1})]),
-    ("arguments as text", "messages", {"messages": [U, call(name="f", arguments='{"a": 98765432109876543210}')]}, [U, nested({"a": 98765432109876543210})]),
+    (
+        "arguments as an object",
+        "messages",
+        {"messages": [U, call(name="f", arguments={"a": 1})]},
+        [U, nested({"a": 1})],
+    ),
+    (
+        "arguments as text",
+        "messages",
+        {"messages": [U, call(name="f", arguments='{"a": 98765432109876543210}')]},
+        [U, nested({"a": 98765432109876543210})],
+    ),
     ("arguments empty", "messages", {"messages": [U, call(name="f", arguments="")]}, [U, nested({})]),
     ("no arguments", "messages", {"messages": [U, call(name="f")]}, [U, nested({})]),
-    ("a flat tool call", "messages", {"messages": [U, {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "name": "f", "arguments": {}}]}]}, [U, nested({})]),
-    ("the old function_call", "messages", {"messages": [U, {"role": "assistant", "content": None, "function_call": {"id": "c", "name": "f", "arguments": "{}"}}]}, [U, nested({})]),
-    ("tool result", "messages", {"messages": [U, A, {"role": "tool", "content": "T", "tool_call_id": "c", "name": "f"}]}, [U, A, {"role": "tool", "content": "T", "tool_call_id": "c", "name": "f"}]),
-    ("content missing beside calls", "messages", {"messages": [U, {"role": "assistant", "tool_calls": [{"id": "c", "name": "f"}]}]}, [U, nested({})]),
-    ("ShareGPT", "conversations", {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, [U, A]),
-    ("ShareGPT, other names", "conversations", {"conversations": [{"from": "user", "value": "Q"}, {"from": "chatgpt", "value": "A"}]}, [U, A]),
-    ("ShareGPT with a system key", "conversations", {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, [{"role": "system", "content": "S"}, U, A]),
-    ("ShareGPT with a system turn", "conversations", {"system": "x", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Q"}]}, [{"role": "system", "content": "S"}, U]),
+    (
+        "a flat tool call",
+        "messages",
+        {
+            "messages": [
+                U,
+                {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "name": "f", "arguments": {}}]},
+            ]
+        },
+        [U, nested({})],
+    ),
+    (
+        "the old function_call",
+        "messages",
+        {
+            "messages": [
+                U,
+                {"role": "assistant", "content": None, "function_call": {"id": "c", "name": "f", "arguments": "{}"}},
+            ]
+        },
+        [U, nested({})],
+    ),
+    (
+        "tool result",
+        "messages",
+        {"messages": [U, A, {"role": "tool", "content": "T", "tool_call_id": "c", "name": "f"}]},
+        [U, A, {"role": "tool", "content": "T", "tool_call_id": "c", "name": "f"}],
+    ),
+    (
+        "content missing beside calls",
+        "messages",
+        {"messages": [U, {"role": "assistant", "tool_calls": [{"id": "c", "name": "f"}]}]},
+        [U, nested({})],
+    ),
+    (
+        "ShareGPT",
+        "conversations",
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        [U, A],
+    ),
+    (
+        "ShareGPT, other names",
+        "conversations",
+        {"conversations": [{"from": "user", "value": "Q"}, {"from": "chatgpt", "value": "A"}]},
+        [U, A],
+    ),
+    (
+        "ShareGPT with a system key",
+        "conversations",
+        {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        [{"role": "system", "content": "S"}, U, A],
+    ),
+    (
+        "ShareGPT with a system turn",
+        "conversations",
+        {"system": "x", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Q"}]},
+        [{"role": "system", "content": "S"}, U],
+    ),
     ("ShareGPT with role and content", "conversations", {"conversations": [U, A]}, [U, A]),
-    ("ShareGPT tools", "conversations", {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": '{"id": "c", "name": "f", "arguments": {}}'}, {"from": "observation", "value": "T"}]}, [U, nested({}), {"role": "tool", "content": "T"}]),
-]  # fmt: skip
+    (
+        "ShareGPT tools",
+        "conversations",
+        {
+            "conversations": [
+                {"from": "human", "value": "Q"},
+                {"from": "function_call", "value": '{"id": "c", "name": "f", "arguments": {}}'},
+                {"from": "observation", "value": "T"},
+            ]
+        },
+        [U, nested({}), {"role": "tool", "content": "T"}],
+    ),
+]
 
 
 @pytest.mark.parametrize(("key", "record", "want"), [n[1:] for n in NORMALISED], ids=[n[0] for n in NORMALISED])
@@ -136,7 +217,9 @@ def parse(format: str, record: dict[str, Any]) -> Any:
     return encoder, SampleParser(format, settings, lambda: encoder).parse_line(json.dumps(record).encode())
 
 
-@pytest.mark.parametrize(("code", "format", "record"), REJECTED, ids=[f"{r[0]} {json.dumps(r[2])[:60]}" for r in REJECTED])
+@pytest.mark.parametrize(
+    ("code", "format", "record"), REJECTED, ids=[f"{r[0]} {json.dumps(r[2])[:60]}" for r in REJECTED]
+)
 def test_rejected(code: str, format: str, record: dict[str, Any]) -> None:
     with pytest.raises(Rejected) as caught:
         parse(format, record | {"id": 7})
@@ -159,7 +242,9 @@ def test_a_chat_sample_is_cut_with_its_mask() -> None:
 
 def test_a_token_that_the_model_does_not_know() -> None:
     """A tokenizer that does not belong to the model."""
-    parser = SampleParser("text", TokenizeSettings(vocab_size=50, max_seq_len=100), lambda: ChatEncoder(byte_tokenizer("smollm2")))
+    parser = SampleParser(
+        "text", TokenizeSettings(vocab_size=50, max_seq_len=100), lambda: ChatEncoder(byte_tokenizer("smollm2"))
+    )
     with pytest.raises(Rejected) as caught:
         parser.parse_line(b'{"text": "abc"}')
     assert caught.value.code == "token_out_of_range"

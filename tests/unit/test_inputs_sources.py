@@ -23,9 +23,23 @@ def names(*paths: str) -> list[str]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("b/2.jsonl", "a/1.jsonl", "a/x.jsonl.gz", "a/y.jsonl.zst", "a/.hidden.jsonl", "a/notes.txt", "a/_SUCCESS"):
+    for name in (
+        "b/2.jsonl",
+        "a/1.jsonl",
+        "a/x.jsonl.gz",
+        "a/y.jsonl.zst",
+        "a/.hidden.jsonl",
+        "a/notes.txt",
+        "a/_SUCCESS",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        data = gzip.compress(T) if name.endswith("gz") else pa.compress(T, "zstd", asbytes=True) if name.endswith("zst") else T
+        data = (
+            gzip.compress(T)
+            if name.endswith("gz")
+            else pa.compress(T, "zstd", asbytes=True)
+            if name.endswith("zst")
+            else T
+        )
         (tmp_path / name).write_bytes(data)
     return tmp_path
 
@@ -62,7 +76,12 @@ def test_a_name_with_glob_characters(tmp_path: Path) -> None:
     assert names(write(tmp_path, T, "a[1]*.jsonl")) == ["a[1]*.jsonl"]
 
 
-MISSING = [("none.jsonl", "no such file"), ("*.none", "no such file"), ("empty", "no such file"), ("a.txt", "not a kind of file")]
+MISSING = [
+    ("none.jsonl", "no such file"),
+    ("*.none", "no such file"),
+    ("empty", "no such file"),
+    ("a.txt", "not a kind of file"),
+]
 
 
 @pytest.mark.parametrize(("name", "says"), MISSING)
@@ -77,6 +96,17 @@ def test_a_json_array_says_how_to_convert_it(tmp_path: Path) -> None:
     for data in (b'[{"input_ids":[1]}]', b'[\n{"input_ids":[1]}\n]'):
         with pytest.raises(InputError, match=r"one JSON array.*jq -c"):
             names(write(tmp_path, data, "a.json"))
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.jsonl")).write_bytes(T)
+    with pytest.raises(InputError, match="cannot be read"):
+        names(str(tmp_path))
+
+
+def test_no_path_is_the_demo() -> None:
+    [source] = list_sources(InputConfig())
+    assert source.path.endswith("hs_ray/demo/samples.jsonl")
 
 
 FORMATS = [
@@ -156,7 +186,11 @@ WANT = [
 @pytest.mark.parametrize("ids", [pa.int32(), pa.int64(), pa.uint16(), pa.uint64()], ids=str)
 @pytest.mark.parametrize("mask", [pa.uint8(), pa.int64(), pa.bool_()], ids=str)
 def test_parquet(tmp_path: Path, ids: pa.DataType, mask: pa.DataType) -> None:
-    rows = [row | {"loss_mask": row["loss_mask"] and [pa.scalar(x, pa.int64()).cast(mask).as_py() for x in row["loss_mask"]]} for row in ROWS]
+    rows = [
+        row
+        | {"loss_mask": row["loss_mask"] and [pa.scalar(x, pa.int64()).cast(mask).as_py() for x in row["loss_mask"]]}
+        for row in ROWS
+    ]
     schema = pa.schema([("id", pa.string()), ("input_ids", pa.list_(ids)), ("loss_mask", pa.large_list(mask))])
     pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "a.parquet", row_group_size=2)
     [source] = list_sources(InputConfig(path=f"{tmp_path}/a.parquet"))
@@ -173,7 +207,9 @@ def test_parquet_of_floats(tmp_path: Path) -> None:
 
 
 def test_parquet_ids_of_64_bits(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": pa.array([2**63 - 1, 2**53 + 1]), "input_ids": [[1, 2], [1, 2]]}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"id": pa.array([2**63 - 1, 2**53 + 1]), "input_ids": [[1, 2], [1, 2]]}), tmp_path / "a.parquet"
+    )
     assert read(f"{tmp_path}/a.parquet") == [sample(str(2**63 - 1), [1, 2]), sample(str(2**53 + 1), [1, 2])]
 
 
@@ -189,7 +225,10 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"id": i, "messages": messages} for i in range(3)])
     datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path))
     sources = list_sources(InputConfig(path=str(tmp_path)))
-    assert [(s.format, s.kind, s.source.split("/")[0]) for s in sources] == [("messages", "arrow", "test"), ("messages", "arrow", "train")]
+    assert [(s.format, s.kind, s.source.split("/")[0]) for s in sources] == [
+        ("messages", "arrow", "test"),
+        ("messages", "arrow", "train"),
+    ]
     rows.map(lambda row: {"input_ids": [1, 2]}, remove_columns="messages").save_to_disk(str(tmp_path / "tokens"))
     assert read(f"{tmp_path}/tokens") == [sample(str(i), [1, 2]) for i in range(3)]
 
@@ -197,12 +236,25 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
 def test_null_keys_of_structs_are_not_there(tmp_path: Path) -> None:
     from hs_ray.inputs.read import _rows
 
-    table = pa.Table.from_pylist([{"messages": [{"role": "user", "content": "Q", "x": None}]}, {"messages": [{"role": "a", "content": None, "x": 1}]}])
+    table = pa.Table.from_pylist(
+        [
+            {"messages": [{"role": "user", "content": "Q", "x": None}]},
+            {"messages": [{"role": "a", "content": None, "x": 1}]},
+        ]
+    )
     [batch] = table.to_batches()
-    assert list(_rows(batch)) == [{"messages": [{"role": "user", "content": "Q"}]}, {"messages": [{"role": "a", "x": 1}]}]
+    assert list(_rows(batch)) == [
+        {"messages": [{"role": "user", "content": "Q"}]},
+        {"messages": [{"role": "a", "x": 1}]},
+    ]
 
 
 def test_tokens_are_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
     lines = b"\n".join(json.dumps({"input_ids": [1, 2]}).encode() for _ in range(5))
-    for name, data in (("a.jsonl", lines), ("a.ndjson", lines), ("a.json", lines), ("b.jsonl.gz", gzip.compress(lines))):
+    for name, data in (
+        ("a.jsonl", lines),
+        ("a.ndjson", lines),
+        ("a.json", lines),
+        ("b.jsonl.gz", gzip.compress(lines)),
+    ):
         assert read(write(tmp_path, data, name)) == [t] * 5

@@ -1,5 +1,6 @@
 """The wheel holds everything that a job needs: modules, conf/, patches/, jobs/ and the demo's samples."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_imports import imports
 
 ROOT = Path(__file__).parents[2]
 PLACES = {"hs_ray": "hs_ray", "conf": "hs_ray/conf", "patches": "hs_ray/patches", "jobs": "hs_ray/jobs"}
@@ -76,9 +78,27 @@ def test_base_install_is_the_readers_alone() -> None:
     assert names == {"numpy", "pyarrow", "fsspec", "s3fs", "torch", "safetensors"}
 
 
-def test_constraints_pin_every_direct_dependency() -> None:
-    import re
+# Imported name -> the distribution in pyproject.toml that brings it, where the two differ.
+BROUGHT_BY = {
+    "hydra": "hydra-core", "omegaconf": "hydra-core", "sgl_kernel": "sglang", "huggingface_hub": "transformers",
+    "httpx": "transformers", "tokenizers": "transformers", "botocore": "s3fs", "aiobotocore": "s3fs", "aiohttp": "s3fs",
+    "psutil": "sglang", "zmq": "sglang", "pandas": "ray",
+}  # fmt: skip
 
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = [*project["dependencies"], *project["optional-dependencies"]["extract"]]
+    declared = {re.split(r"[\[<>=]", entry)[0] for entry in entries}
+    imported = {
+        target.split(".")[0]
+        for path in [*(ROOT / "hs_ray").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]
+        for _, target in imports(path)
+    } - set(sys.stdlib_module_names) - {"hs_ray"}  # fmt: skip
+    assert {BROUGHT_BY.get(name, name) for name in imported} - declared == set()
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.+!-]+", line)] == []

@@ -1,4 +1,4 @@
-"""Units, duplicates, counts, the fingerprint, the estimate; the same plan byte for byte whatever the chunks and the order of files."""
+"""Units, duplicates, counts, fingerprint, estimate; the same plan byte for byte whatever the chunks and the order."""
 
 import dataclasses
 import hashlib
@@ -45,7 +45,9 @@ def job(tmp_path: Path, **changes: Any) -> ResolvedJob:
     made.output.path = str(tmp_path / "out")
     made.output.shard_bytes = "320"
     for key, value in changes.items():
-        node, name = (made, key) if hasattr(made, key) else (made.input if hasattr(made.input, key) else made.output, key)
+        node, name = (
+            (made, key) if hasattr(made, key) else (made.input if hasattr(made.input, key) else made.output, key)
+        )
         setattr(node, name, value)
     return ResolvedJob(made, MODEL, CaptureSpec((2,), "pre_norm", 12, 8))
 
@@ -61,7 +63,9 @@ def build(resolved: ResolvedJob, chunk_bytes: int = 2**20, table_bytes: int = 2*
     storage = open_storage(str(resolved.job.output.path))
     sources = list_sources(resolved.job.input)
     tables = (
-        table for chunk in split_sources(sources, chunk_bytes) for table in iter_chunk(chunk, resolved.tokenize_settings, table_bytes)
+        table
+        for chunk in split_sources(sources, chunk_bytes)
+        for table in iter_chunk(chunk, resolved.tokenize_settings, table_bytes)
     )
     return storage, build_plan(storage, tables, resolved)
 
@@ -117,17 +121,29 @@ def test_files_hold_one_row_group_a_unit(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def digest(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*.parquet"))}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*.parquet"))
+    }
 
 
 def test_the_same_plan_byte_for_byte(tmp_path: Path) -> None:
     """Whatever the chunks, the tables and the order in which files are named."""
     rng = np.random.default_rng(0)
     for name in ("a.jsonl", "b.jsonl"):
-        write(tmp_path, [tokens(None if i % 3 else f"{name}{i}", int(n)) if i % 7 else b"bad" for i, n in enumerate(rng.integers(1, 64, 300))], name)
+        write(
+            tmp_path,
+            [
+                tokens(None if i % 3 else f"{name}{i}", int(n)) if i % 7 else b"bad"
+                for i, n in enumerate(rng.integers(1, 64, 300))
+            ],
+            name,
+        )
     both = [str(tmp_path / "in" / name) for name in ("a.jsonl", "b.jsonl")]
     made = []
-    for i, (chunk_bytes, table_bytes, paths) in enumerate([(2**20, 2**20, both), (1000, 2**20, both[::-1]), (777, 100, str(tmp_path / "in"))]):
+    for i, (chunk_bytes, table_bytes, paths) in enumerate(
+        [(2**20, 2**20, both), (1000, 2**20, both[::-1]), (777, 100, str(tmp_path / "in"))]
+    ):
         resolved = job(tmp_path, path=paths)
         resolved.job.output.path = str(tmp_path / f"out{i}")
         resolved.job.output.shard_bytes = "10000"
@@ -149,7 +165,11 @@ def rejects(storage: Storage) -> list[tuple[Any, ...]]:
 
 def test_the_second_of_two_equal_ids_is_a_reject_also_across_files(tmp_path: Path) -> None:
     write(tmp_path, [tokens("x", 2), tokens("y", 2), tokens("x", 3)], "a.jsonl")
-    write(tmp_path, [tokens("y", 2), tokens("z", 2), {"id": 5, "input_ids": [1]}, {"id": "5", "input_ids": [1]}], "b.jsonl")
+    write(
+        tmp_path,
+        [tokens("y", 2), tokens("z", 2), {"id": 5, "input_ids": [1]}, {"id": "5", "input_ids": [1]}],
+        "b.jsonl",
+    )
     storage, summary = build(job(tmp_path), chunk_bytes=20)
     assert sum(units(storage, summary), []) == ["x", "y", "z", "5"]
     assert rejects(storage) == [
@@ -173,7 +193,11 @@ def test_counts(tmp_path: Path) -> None:
     assert (summary.samples, summary.rejected, summary.blank, summary.truncated) == (2, 3, 2, 1)
     assert (summary.tokens, summary.learned_tokens, summary.longest_tokens) == (67, 65, 64)
     assert summary.rejects_by_code == {"duplicate_id": 1, "malformed_json": 1, "missing_key": 1}
-    assert [(e["line"], e["code"]) for e in summary.examples] == [(2, "malformed_json"), (4, "missing_key"), (5, "duplicate_id")]
+    assert [(e["line"], e["code"]) for e in summary.examples] == [
+        (2, "malformed_json"),
+        (4, "missing_key"),
+        (5, "duplicate_id"),
+    ]
     assert summary.length_histogram == [[4, 1], [64, 1]]
     assert summary.state_bytes == 67 * 32
 
@@ -229,7 +253,9 @@ def test_too_many_rejects(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         check_rejected(summary, 0.01)
     text = str(caught.value)
-    assert text.startswith("input.max_rejected = 0.01: 2 of 100 lines (2.00%) are unusable (malformed_json 1, missing_key 1)")
+    assert text.startswith(
+        "input.max_rejected = 0.01: 2 of 100 lines (2.00%) are unusable (malformed_json 1, missing_key 1)"
+    )
     assert "a.jsonl, line 98: malformed_json:" in text and "a.jsonl, line 99: missing_key:" in text
 
 
@@ -272,7 +298,11 @@ def test_resolve_reports_all_problems_at_once(tmp_path: Path, real_model: ModelI
     wrong.model.chat_template = "/none.jinja"
     with pytest.raises(ConfigError) as caught:
         resolve(wrong)
-    assert [problem.split(" = ")[0] for problem in caught.value.problems] == ["layers", "max_seq_len", "model.chat_template"]
+    assert [problem.split(" = ")[0] for problem in caught.value.problems] == [
+        "layers",
+        "max_seq_len",
+        "model.chat_template",
+    ]
     assert resolve(ExtractJob(layers=[3, 2], max_seq_len=64)).spec == CaptureSpec((2, 3), "pre_norm", 12, 8)
 
 

@@ -1,0 +1,99 @@
+"""A small process that outlives an engine's, and removes what a kill leaves: processes, files in /dev/shm.
+
+Run as a script with the pid of the engine's process. SGLang, NCCL and Python's multiprocessing name files in
+/dev/shm and unlink them at a clean end only; `kill -9` is never clean. While the engine's process lives this
+one notes which processes descend from it and which files in /dev/shm they map. Standard library alone, so that
+it starts in milliseconds.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+LOOK_SECONDS = 2.0
+SHM = "/dev/shm/"
+
+
+def start() -> None:
+    """Watch over this process. Detached: not among the children that SGLang ends when it shuts down."""
+    subprocess.run([sys.executable, "-S", "-E", __file__, str(os.getpid())], check=True)
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def _descendants(pid: int) -> set[int]:
+    parents = _parents()
+    family = {pid}
+    while True:
+        more = {child for child, parent in parents.items() if parent in family and child not in family}
+        if not more:
+            return family
+        family |= more
+
+
+def _started(pid: int) -> str | None:
+    """Start time in clock ticks: tells a process from a later one with the same pid."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _mapped(pid: int) -> set[str]:
+    """Files in /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line[line.index(SHM) :] for line in lines if SHM in line and not line.endswith("(deleted)")}
+
+
+def watch(pid: int) -> None:
+    """Return once `pid` is gone and nothing of it is left."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    family: dict[int, str] = {}
+    files: set[str] = set()
+    while not select.select([handle], [], [], LOOK_SECONDS)[0]:
+        for member in _descendants(pid) - {pid}:
+            started = _started(member)
+            if started is not None:
+                family[member] = started
+            files |= _mapped(member)
+        files |= _mapped(pid)
+    for member, started in family.items():
+        if _started(member) == started:
+            with contextlib.suppress(OSError):
+                os.kill(member, signal.SIGKILL)
+    in_use = set().union(*(_mapped(other) for other in _parents() if other not in family and other != pid))
+    for file in files - in_use:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # holding the engine's output open would keep its readers waiting
+        os.dup2(null, stream)
+    watch(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

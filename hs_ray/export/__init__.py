@@ -1,0 +1,202 @@
+"""Shards -> the files of a trainer.
+
+    export(open_storage("/nvme/hs"), "specforge", "/nvme/spec")
+
+One module a trainer; the unit of work is a shard, in processes of their own. A file is whole or not there, so an export
+that was cut off goes on where it was. Nothing is shifted: every trainer shifts for itself.
+"""
+
+import json
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hs_ray.errors import ConfigError, OutputError
+from hs_ray.export.common import TMP, Choice, Exporter, Totals, write_whole
+from hs_ray.export.modelopt import ModelOptExporter
+from hs_ray.export.specforge import SpecForgeExporter
+from hs_ray.export.speculators import SpeculatorsExporter
+from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
+from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm, open_output
+from hs_ray.storage import open_storage
+
+NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
+EXPORTERS: dict[str, type[Exporter]] = {
+    kind.name: kind for kind in (SpeculatorsExporter, SpecForgeExporter, ModelOptExporter, SpeculatorsV1Exporter)
+}
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """samples written now, and those that were there; lengths and token counts of all of them."""
+
+    index: int
+    written: int
+    bytes: int
+    lengths: list[int]
+    token_counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Task:
+    path: str
+    folder: str
+    exporter: Exporter
+    incomplete: bool
+    options: dict[str, Any]
+    index: int  # of the shard
+    first: int  # number of its first sample
+
+
+def export(
+    path: str,
+    to: str,
+    target: str,
+    *,
+    workers: int = 2,
+    incomplete: bool = False,
+    draft_vocab_size: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    log: Log = print,
+) -> dict[str, Any]:
+    """Write the output at `path` for the trainer `to` into the folder `target`; returns the note written beside it.
+
+    Raises ConfigError if the trainer cannot use this output, OutputError if it does not fit or `target` holds another
+    export, ShardError for states that no trainer should see (which trainers do not check).
+    """
+    options = dict(storage_options or {})
+    output = open_output(open_storage(path, options), incomplete)
+    exporter = EXPORTERS[to](Choice.of(output), output)
+    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= exporter.vocab_size:
+        raise ConfigError(
+            f"export.draft_vocab_size = {draft_vocab_size}: from 1 to the model's vocabulary, {exporter.vocab_size}"
+        )
+    folder = _prepare(Path(target), exporter, output, log)
+    firsts = np.cumsum([0] + [shard.samples for shard in output.shards]).tolist()
+    tasks = [_Task(path, str(folder), exporter, incomplete, options, i, firsts[i]) for i in range(len(output.shards))]
+    totals = _run(tasks, workers, output, exporter, log)
+    exporter.finish(folder, totals, draft_vocab_size)
+    note = _note(exporter, output) | {"complete": True, "draft_vocab_size": draft_vocab_size}
+    write_whole(folder, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
+    shutil.rmtree(folder / TMP, ignore_errors=True)
+    return note
+
+
+def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
+    return {
+        "target": exporter.name,
+        "fingerprint": output.fingerprint,
+        "units": [shard.unit for shard in output.shards],
+        "model": exporter.model,
+        "samples": output.samples,
+        "tokens": output.tokens,
+        "final": exporter.norm,
+        "layer_ids": list(exporter.choice.layers),
+        "output_of_layers": exporter.choice.outputs_of,
+        exporter.name: exporter.layers_note(),
+        "complete": False,
+    }
+
+
+def _prepare(target: Path, exporter: Exporter, output: Output, log: Log) -> Path:
+    """Say the size, make sure that it fits and that the folder is ours."""
+    note, size = _note(exporter, output), exporter.sample_bytes(output.tokens) + 2048 * output.samples
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"export.path = {target}: cannot be made ({error.strerror})") from None
+    there = 0
+    if (target / NOTE).exists():
+        old = json.loads((target / NOTE).read_text())
+        for name in ("target", "fingerprint", "units"):
+            if old.get(name) != note[name]:
+                raise OutputError(
+                    f"export.path = {target}: holds another export ({name} differs); choose another folder"
+                )
+        there = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+        shutil.rmtree(target / TMP, ignore_errors=True)
+    elif any(target.iterdir()):
+        raise OutputError(f"export.path = {target}: is not empty and not an export of ours; choose another folder")
+    free = shutil.disk_usage(target).free
+    log(
+        f"{exporter.name}: {output.samples:,} samples, {output.tokens:,} tokens, {size / 1e9:,.2f} GB ({free / 1e9:,.1f} GB free)"
+    )
+    for name, value in exporter.layers_note().items():
+        log(f"  {name}: {value}")
+    if size - there > free:
+        raise OutputError(
+            f"export.path = {target}: {(size - there) / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free"
+        )
+    write_whole(target, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
+    return target.resolve()
+
+
+def _run(tasks: list[_Task], workers: int, output: Output, exporter: Exporter, log: Log) -> Totals:
+    totals = Totals(token_counts=np.zeros(exporter.vocab_size, np.int64))
+    lengths: dict[int, list[int]] = {}
+    started = said = time.monotonic()
+    written = size = 0
+    for done, result in enumerate(_results(tasks, workers), 1):
+        lengths[result.index] = result.lengths
+        totals.token_counts += result.token_counts
+        written, size = written + result.written, size + result.bytes
+        if time.monotonic() - said > 5 or done == len(tasks):
+            said = time.monotonic()
+            rate = size / max(said - started, 1e-9) / 1e9
+            log(f"{done}/{len(tasks)} shards, {written:,} samples written, {size / 1e9:,.2f} GB, {rate:.2f} GB/s")
+    totals.lengths = [length for index in sorted(lengths) for length in lengths[index]]
+    return totals
+
+
+def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
+    if workers <= 1 or len(tasks) <= 1:
+        yield from map(export_unit, tasks)
+        return
+    # Not forked: torch's threads and connections to S3 do not survive a fork.
+    with ProcessPoolExecutor(min(workers, len(tasks)), multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(export_unit, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def export_unit(task: _Task) -> UnitResult:
+    """All samples of one shard; those whose file is there are only counted."""
+    options: dict[str, Any] = {
+        "incomplete": task.incomplete,
+        "rank": 0,
+        "world_size": 1,
+        "storage_options": task.options,
+    }
+    exporter, folder = task.exporter, Path(task.folder)
+    dataset = HiddenStatesDataset(task.path, columns=exporter.columns, **options)
+    shard = dataset.output.shards[task.index]
+    norm = load_final_norm(dataset.output.storage) if exporter.needs_norm else None
+    heads, written, size = [], 0, 0
+    for number in range(task.first, task.first + shard.samples):
+        head = dataset.read(number, columns=())
+        heads.append(head | {"number": number})
+        name = exporter.file_name(number, shard.unit, head["sample_id"])
+        if not (folder / name).exists():
+            record = exporter.record(number, dataset.read(number), norm)
+            write_whole(folder, name, lambda path, record=record: exporter.save(record, path))
+            written, size = written + 1, size + (folder / name).stat().st_size
+    exporter.finish_unit(folder, shard.unit, heads)
+    learnt = [head["input_ids"][head["loss_mask"] == 1].numpy() for head in heads]
+    counts = (
+        np.bincount(np.concatenate(learnt), minlength=exporter.vocab_size)
+        if learnt
+        else np.zeros(exporter.vocab_size, np.int64)
+    )
+    return UnitResult(task.index, written, size, [len(head["input_ids"]) for head in heads], counts)

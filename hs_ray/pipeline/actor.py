@@ -1,0 +1,245 @@
+"""HiddenStateExtractor: the actor of the pipeline. One engine; several units at once, one a calling thread.
+
+A call returns when its unit is committed. Whatever goes wrong, an attempt that did not commit leaves nothing.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Condition, Event
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter
+
+from hs_ray.config import ModelConfig
+from hs_ray.engine import canary
+from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
+from hs_ray.engine.options import EngineOptions
+from hs_ray.extract import extract_unit
+from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
+from hs_ray.model import local_weights, resolve_model
+from hs_ray.pipeline.board import EngineState, Reporter
+from hs_ray.plan import read_unit
+from hs_ray.schema import Marker, Sample, marker_path
+from hs_ray.storage import Storage
+from hs_ray.writer import ShardWriter, shard_is_whole
+
+
+@dataclass(frozen=True)
+class ActorJob:
+    """What an actor needs: plain values, resolved by the driver."""
+
+    storage: Storage
+    options: EngineOptions
+    model: ModelConfig
+    model_digest: str
+    fingerprint: str
+    epoch: int
+    units_per_file: int
+    compression: str
+    metadata: dict[str, Any]
+    min_free_bytes: int
+    max_retries: int
+    canary: bool
+    poison: bool = False
+
+
+class Gate:
+    """Units run together; one that took part in several deaths runs alone, so that it alone is to blame."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._running = 0
+        self._alone = False
+        self._waiting = 0  # suspects, who go before newcomers
+
+    @contextmanager
+    def enter(self, alone: bool) -> Iterator[None]:
+        with self._changed:
+            if alone:
+                self._waiting += 1
+                self._changed.wait_for(lambda: not self._alone and self._running == 0)
+                self._waiting -= 1
+                self._alone = True
+            else:
+                self._changed.wait_for(lambda: not self._alone and self._waiting == 0)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                if alone:
+                    self._alone = False
+                self._changed.notify_all()
+
+
+class HiddenStateExtractor:
+    """`map_batches` UDF: a batch is one unit, the answer is its metadata."""
+
+    def __init__(self, job: ActorJob, board: Any):
+        self.job = job
+        node = ray.util.get_node_ip_address()
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
+        self.gate = Gate()
+        self.metrics = Metrics(self.name, node)
+        self.reporter = Reporter(board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh)
+        self.engine: HiddenStateEngine | None = None
+        self.engine = HiddenStateEngine(self._options(), on_death=_die, poison=job.poison)
+        if job.canary:
+            self.reporter.set("canary")
+            canary.check(self.engine)
+        self.reporter.set("running")
+
+    def _options(self) -> EngineOptions:
+        """With the model's folder on this node; its content must be what the driver planned with."""
+        info = resolve_model(self.job.model)
+        if info.digest != self.job.model_digest:
+            raise RuntimeError(f"model.path = {info.name}: this node's copy differs from the driver's")
+        return replace(self.job.options, model_path=local_weights(info))
+
+    def _refresh(self, state: EngineState) -> None:
+        if self.engine is not None:
+            self.metrics.busy(self.engine.busy_s - state.busy_s)
+            state.busy_s = self.engine.busy_s
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+        rows = [self._run(int(unit)) for unit in batch["unit"]]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def _run(self, unit: int) -> dict[str, Any]:
+        storage, job = self.job.storage, self.job
+        committed = self._committed(unit)  # the actor died after the marker, before Ray heard of it
+        if committed is not None:
+            return _row(committed)
+        died = deaths(storage, unit, job.epoch)
+        with self.gate.enter(alone=died >= job.max_retries > 0):
+            check_epoch(storage, job.epoch)
+            samples = read_unit(storage, unit, job.units_per_file)
+            attempt = begin_attempt(storage, unit, job.epoch, self.name)
+            self.reporter.begin(unit)
+            try:
+                if died > job.max_retries:
+                    marker = self._set_aside(unit, attempt, samples, died)
+                else:
+                    marker = self._extract(unit, attempt, samples)
+            finally:
+                self.reporter.end(unit)
+                end_attempt(storage, unit, attempt)
+        self.metrics.committed(marker)
+        return _row(marker)
+
+    def _committed(self, unit: int) -> Marker | None:
+        try:
+            marker = Marker.from_json(self.job.storage.read_bytes(marker_path(unit)))
+        except FileNotFoundError:
+            return None
+        ours = marker.fingerprint == self.job.fingerprint and shard_is_whole(self.job.storage, marker)
+        return marker if ours else None
+
+    def _writer(self, unit: int, attempt: str) -> ShardWriter:
+        job = self.job
+        return ShardWriter(
+            job.storage,
+            unit,
+            attempt,
+            job.epoch,
+            job.options.spec,
+            job.compression,
+            job.metadata,
+            job.fingerprint,
+            job.min_free_bytes,
+            on_wait=self._on_wait,
+        )
+
+    def _extract(self, unit: int, attempt: str, samples: list[Sample]) -> Marker:
+        assert self.engine is not None
+        started = time.monotonic()
+        writer = self._writer(unit, attempt)
+        try:
+            waited_s = extract_unit(self.engine, writer, samples, self._written)
+            marker = writer.commit(self.name, time.monotonic() - started)
+        except EngineDiedError:
+            # The process is being killed; the note of the attempt must stay, so that the death counts.
+            Event().wait()
+            raise
+        except BaseException:
+            writer.discard()
+            raise
+        self.reporter.waited(waited_s)
+        self.metrics.waited(waited_s)
+        return marker
+
+    def _set_aside(self, unit: int, attempt: str, samples: list[Sample], died: int) -> Marker:
+        writer = self._writer(unit, attempt)
+        for sample in samples:
+            writer.fail(sample, "engine_died", f"the engine died {died} times with this sample's unit in it")
+        return writer.commit(self.name, 0.0)
+
+    def _written(self, tokens: int) -> None:
+        self.reporter.written(tokens)
+        self.metrics.tokens(tokens)
+
+    def _on_wait(self, reason: str, waited_s: float) -> None:
+        self.reporter.set("waiting", reason)
+        check_epoch(self.job.storage, self.job.epoch)  # whoever took over must not wait for us, nor we for ever
+
+    def __ray_shutdown__(self) -> None:
+        """Graceful end of the actor: SGLang's processes with it."""
+        self.reporter.close()
+        if self.engine is not None:
+            self.engine.close()
+
+
+def _die(reason: str) -> None:
+    """A broken engine: Ray restarts an actor that a signal killed, not one that left by itself."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _row(marker: Marker) -> dict[str, Any]:
+    """What goes back through Ray: metadata alone."""
+    return {"unit": marker.unit, "marker": marker.to_json()}
+
+
+class Metrics:
+    """Prometheus counters, at the node's metrics port."""
+
+    def __init__(self, engine: str, node: str):
+        tags = {"engine": engine, "node": node}
+
+        def counter(name: str, text: str) -> Counter:
+            made = Counter(name, description=text, tag_keys=tuple(tags))
+            made.set_default_tags(tags)
+            return made
+
+        self._tokens = counter("hs_tokens_total", "Tokens whose states were written")
+        self._samples = counter("hs_samples_total", "Samples committed")
+        self._bytes = counter("hs_bytes_written_total", "Bytes of committed shards")
+        self._rejected = counter("hs_rejected_total", "Samples that failed in an engine")
+        self._busy = counter("hs_engine_busy_seconds_total", "Seconds with at least one sample in the engine")
+        self._waited = counter("hs_writer_wait_seconds_total", "Seconds that samples waited for the writers")
+
+    def tokens(self, count: int) -> None:
+        self._tokens.inc(count)
+
+    def busy(self, seconds: float) -> None:
+        if seconds > 0:
+            self._busy.inc(seconds)
+
+    def waited(self, seconds: float) -> None:
+        if seconds > 0:
+            self._waited.inc(seconds)
+
+    def committed(self, marker: Marker) -> None:
+        for counter, value in (
+            (self._samples, marker.samples),
+            (self._bytes, marker.bytes),
+            (self._rejected, len(marker.failed)),
+        ):
+            if value:
+                counter.inc(value)

@@ -1,0 +1,88 @@
+"""What every engine is doing right now, in a small actor that the driver reads for its progress lines.
+
+Nothing depends on it: what is committed is known from markers alone.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
+from typing import Any
+
+import ray
+
+PUSH_SECONDS = 2.0
+
+
+@dataclass
+class EngineState:
+    """One engine's counters since it started."""
+
+    engine: str
+    node: str
+    pid: int
+    state: str = "starting"  # starting, canary, running, waiting
+    detail: str = ""
+    units: list[int] = field(default_factory=list)  # in hand
+    tokens: int = 0  # of samples written, also of units that are not committed yet
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    changed: float = 0.0  # when tokens last grew, this engine's clock
+
+
+@ray.remote(num_cpus=0)
+class Board:
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[float, EngineState]] = {}
+
+    def push(self, state: EngineState) -> None:
+        self._states[state.engine] = (time.monotonic(), state)
+
+    def read(self) -> list[tuple[float, EngineState]]:
+        """(seconds since it was heard of, state) of every engine."""
+        now = time.monotonic()
+        return [(now - heard, state) for heard, state in self._states.values()]
+
+
+class Reporter:
+    """An engine's side: changes are pushed every few seconds, and never waited for."""
+
+    def __init__(self, board: Any, state: EngineState, refresh: Callable[[EngineState], None] | None = None):
+        self._board, self.state, self._refresh = board, state, refresh
+        self._lock, self._stop = Lock(), Event()
+        self.state.changed = time.monotonic()
+        Thread(target=self._run, name="hs_ray-report", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._refresh is not None:
+                    self._refresh(self.state)
+                self._board.push.remote(self.state)
+            if self._stop.wait(PUSH_SECONDS):
+                return
+
+    def set(self, state: str, detail: str = "") -> None:
+        with self._lock:
+            self.state.state, self.state.detail = state, detail
+
+    def written(self, tokens: int) -> None:
+        with self._lock:
+            self.state.tokens += tokens
+            self.state.changed = time.monotonic()
+            self.state.state, self.state.detail = "running", ""
+
+    def waited(self, seconds: float) -> None:
+        with self._lock:
+            self.state.waited_s += seconds
+
+    def begin(self, unit: int) -> None:
+        with self._lock:
+            self.state.units.append(unit)
+
+    def end(self, unit: int) -> None:
+        with self._lock:
+            self.state.units.remove(unit)
+
+    def close(self) -> None:
+        self._stop.set()

@@ -1,0 +1,59 @@
+"""Connect to a Ray cluster, or start one of this machine."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from hs_ray.errors import ConfigError
+
+MIN_CPUS = 4  # logical: reading, mapping and the board hold one each, also on a machine of two
+
+
+@dataclass(frozen=True)
+class Cluster:
+    gpus: int
+    cpus: int
+    nodes: int
+    local: bool  # started by us, for this run
+
+
+def connect(address: str) -> Cluster:
+    """`auto`: a running cluster, else one of this machine; `local`: one of this machine; else that address.
+
+    Raises ConfigError if the address does not answer.
+    """
+    # Ray >= 2.59 turns on token authentication by itself in some ways of starting and not in others.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    local = False
+    if not ray.is_initialized():
+        try:
+            _start("auto" if address == "auto" and "RAY_ADDRESS" not in os.environ else address)
+        except ConnectionError as error:
+            if address != "auto":
+                raise ConfigError(
+                    f"cluster.address = {address}: no Ray cluster answers there ({error}); "
+                    "start one, or use cluster.address=local"
+                ) from error
+            local = True
+            _start("local")
+    found = ray.cluster_resources()
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return Cluster(int(found.get("GPU", 0)), int(found.get("CPU", 0)), nodes, local or address == "local")
+
+
+def _start(address: str) -> None:
+    common = {"logging_level": logging.WARNING, "log_to_driver": True}
+    if address == "local":
+        cpus = max(MIN_CPUS, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
+    elif address == "auto" and "RAY_ADDRESS" in os.environ:
+        ray.init(**common)
+    else:
+        ray.init(address=address, **common)
+
+
+def disconnect() -> None:
+    ray.shutdown()

@@ -1,0 +1,331 @@
+"""The driver: preflight -> plan -> estimate -> extract -> manifest. It holds no state that matters.
+
+Exit codes: 0 complete, 1 the run failed, 2 (raised as UserError) the user must change something, 3 complete, but
+some lines or samples have no states.
+"""
+
+import contextlib
+import getpass
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hs_ray.config import ExtractJob, OnExisting, parse_bytes
+from hs_ray.engine import patching
+from hs_ray.engine.models import entry_for, supported
+from hs_ray.engine.options import EngineOptions, check_args
+from hs_ray.errors import ConfigError, HsRayError, OutputError, UnsupportedError
+from hs_ray.inputs import Source, list_sources, split_sources
+from hs_ray.lease import Lease
+from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
+from hs_ray.model import final_norm
+from hs_ray.pipeline import cluster, planning
+from hs_ray.pipeline.actor import ActorJob
+from hs_ray.pipeline.extraction import Extraction, extract_units
+from hs_ray.plan import (
+    PlanSummary,
+    ResolvedJob,
+    build_plan,
+    check_fits,
+    check_rejected,
+    differing_keys,
+    estimate,
+    fingerprint,
+    format_estimate,
+    load_run,
+    load_summary,
+    resolve,
+    unit_counts,
+    write_run,
+)
+from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
+from hs_ray.storage import LocalStorage, Storage, open_storage
+
+RING_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # shared memory of one engine, unless the plan needs more
+ROWS_IN_RING = 4  # the longest sample must fit this often
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Everything that can be known without Ray, an engine or a GPU."""
+
+    resolved: ResolvedJob
+    sources: list[Source]
+    versions: dict[str, str]
+    storage: Storage
+
+
+def preflight(job: ExtractJob) -> Preflight:
+    """Check what the user gave, all problems at once. Seconds; starts nothing."""
+    problems = check_args(job.engine.args)
+    resolved: ResolvedJob | None = None
+    sources: list[Source] = []
+    try:
+        resolved = resolve(job)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        sources = list_sources(job.input)
+    except (ConfigError, HsRayError) as error:
+        problems += getattr(error, "problems", [str(error)])
+    patch = patching.check_installed()
+    if problems or resolved is None:
+        raise ConfigError(problems)
+    if entry_for(resolved.model.architecture, patch.release) is None:
+        raise UnsupportedError(
+            f"model.path = {resolved.model.name}: {resolved.model.architecture} is not supported with SGLang "
+            f"{patch.release}; supported: {', '.join(supported(patch.release))}"
+        )
+    storage = open_storage(job.output.path or "", job.output.storage_options)
+    return Preflight(resolved, sources, patching.versions(), storage)
+
+
+def run(job: ExtractJob) -> int:
+    """jobs/extract.py after its configuration is loaded. Returns the exit code."""
+    flight = preflight(job)
+    say(f"model {flight.resolved.model.name}, {len(flight.sources)} input files, output {flight.storage.root}")
+    key = fingerprint(flight.resolved, flight.sources, flight.versions)
+    if job.dry_run:
+        return _dry_run(flight)
+    existing = _existing_run(flight, key)
+    flight.storage.check_writable()
+    holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
+    lease = Lease.acquire(flight.storage, job.cluster.lease_seconds, holder)
+    lease.start()
+    try:
+        with _stop_on_sigterm():
+            return _run(flight, key, existing, lease)
+    finally:
+        cluster.disconnect()
+        lease.release()
+
+
+def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any] | None, lease: Lease) -> int:
+    storage, job = flight.storage, flight.resolved.job
+    markers: dict[int, Marker] = {}
+    if run is not None:
+        markers = drop_untrusted(storage, lease.epoch, key[0])
+        plan = load_summary(run)
+        say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
+    else:
+        say("planning: reading and tokenizing the input")
+        plan = _plan(flight, storage)
+        check_rejected(plan, job.input.max_rejected)
+        _write_final_norm(storage, flight.resolved)
+        run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)  # last: the plan is whole
+    clean_leftovers(storage, lease.epoch, markers)
+    MarkerIndex(storage).replace(markers.values())
+    remaining = [unit for unit in range(plan.units) if unit not in markers]
+    if remaining:
+        _extract(flight, key[0], plan, markers, remaining, lease)
+        clean_leftovers(storage, lease.epoch, markers)
+    elif storage.exists(MANIFEST):
+        say("nothing to do: every unit is committed")
+    return _finish(storage, run, markers)
+
+
+def _extract(
+    flight: Preflight, key: str, plan: PlanSummary, markers: dict[int, Marker], remaining: Sequence[int], lease: Lease
+) -> None:
+    """Commit the remaining units; `markers` grows as they come."""
+    job, storage = flight.resolved.job, flight.storage
+    found = cluster.connect(job.cluster.address)
+    device = _device(job, found)
+    replicas = _replicas(job, found, device)
+    numbers = estimate(flight.resolved, plan, storage, None, replicas if device == "cuda" else None)
+    print(format_estimate(numbers), flush=True)
+    check_fits(numbers, sum(marker.bytes for marker in markers.values()))
+    options = engine_options(flight.resolved, flight.versions["sglang"], device, plan.longest_tokens)
+    actor_job = ActorJob(
+        storage=storage,
+        options=options,
+        model=job.model,
+        model_digest=flight.resolved.model.digest,
+        fingerprint=key,
+        epoch=lease.epoch,
+        units_per_file=plan.units_per_file,
+        compression=job.output.compression.value,
+        metadata=_metadata(flight, key),
+        min_free_bytes=parse_bytes(job.output.min_free_bytes),
+        max_retries=job.cluster.max_retries,
+        canary=job.capture.canary,
+    )
+    counts = unit_counts(storage, plan.units, plan.units_per_file)
+    extraction = Extraction(
+        actor_job,
+        list(remaining),
+        tokens=sum(counts[unit][1] for unit in remaining),
+        replicas=replicas,
+        gpus=job.engine.tp_size if device == "cuda" else 0,
+        at_once=job.cluster.prefetch_units,
+        progress_s=job.cluster.progress_seconds,
+    )
+    index = MarkerIndex(storage)
+    try:
+        for marker in extract_units(extraction):
+            lease.check()
+            markers[marker.unit] = marker
+            index.add(marker)
+    finally:
+        index.flush()
+
+
+def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -> int:
+    manifest = build_manifest(storage, run, markers)
+    counts = manifest["counts"]
+    say(
+        f"complete: {counts['committed']:,} samples, {counts['tokens']:,} tokens, {counts['bytes'] / 1e9:.2f} GB in "
+        f"{len(manifest['shards']):,} shards; {counts['rejected']:,} lines rejected, {counts['failed']:,} samples failed"
+    )
+    for code, count in counts["rejects_by_code"].items():
+        say(f"  rejected: {code} {count:,} (see {storage.root}/_rejects/)")
+    return 3 if counts["rejected"] or counts["failed"] else 0
+
+
+def _dry_run(flight: Preflight) -> int:
+    """The estimate, from a plan in a temporary folder; nothing is written to the output."""
+    job = flight.resolved.job
+    with tempfile.TemporaryDirectory(prefix="hs_ray-") as folder:
+        plan = _plan(flight, LocalStorage(folder))
+    replicas = job.engine.replicas if isinstance(job.engine.replicas, int) else None
+    numbers = estimate(flight.resolved, plan, flight.storage, None, replicas)
+    print(format_estimate(numbers), flush=True)
+    cluster.disconnect()
+    check_rejected(plan, job.input.max_rejected)
+    check_fits(numbers)
+    return 0
+
+
+def _plan(flight: Preflight, storage: Storage) -> PlanSummary:
+    found = cluster.connect(flight.resolved.job.cluster.address)
+    chunks = split_sources(flight.sources)
+    tables = planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)
+    return build_plan(storage, tables, flight.resolved)
+
+
+def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
+    """The norm that turns `final_pre_norm` into `final_post_norm`. Raises UnsupportedError only where it is needed."""
+    from safetensors.torch import save
+
+    try:
+        weight, eps, kind = final_norm(resolved.model)
+    except UnsupportedError:
+        if "final_pre_norm" in resolved.spec.columns:
+            raise
+        return
+    storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata={"eps": repr(eps), "kind": kind}))
+
+
+def _existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str, Any] | None:
+    """run.json of an earlier start of the same run. Raises OutputError for another configuration's."""
+    run = load_run(flight.storage)
+    if run is None:
+        return None
+    if run["fingerprint"] != key[0]:
+        differing = "\n  ".join(differing_keys(run["fingerprint_parts"], key[1]))
+        raise OutputError(
+            f"output.path = {flight.storage.root}: made by another configuration; use it again, "
+            f"or choose another folder. What differs:\n  {differing}"
+        )
+    if flight.resolved.job.output.on_existing is OnExisting.fail:
+        raise OutputError(
+            f"output.on_existing = fail: {flight.storage.root} holds a run already; "
+            "choose another folder, or output.on_existing=resume"
+        )
+    return run
+
+
+def _device(job: ExtractJob, found: cluster.Cluster) -> str:
+    if job.engine.device == "cuda" and not found.gpus:
+        raise ConfigError("engine.device = cuda: the Ray cluster has no GPU; use engine.device=cpu, or add one")
+    return job.engine.device if job.engine.device != "auto" else ("cuda" if found.gpus else "cpu")
+
+
+def _replicas(job: ExtractJob, found: cluster.Cluster, device: str) -> int:
+    """Engines to start. Raises ConfigError for more GPUs than the cluster has."""
+    if device == "cpu":
+        return 1 if job.engine.replicas == "auto" else int(job.engine.replicas)
+    fit = found.gpus // job.engine.tp_size
+    replicas = fit if job.engine.replicas == "auto" else int(job.engine.replicas)
+    if replicas < 1 or replicas > fit:
+        raise ConfigError(
+            f"engine.replicas = {job.engine.replicas}, engine.tp_size = {job.engine.tp_size}: the Ray cluster has "
+            f"{found.gpus} GPUs, room for {fit} engines of that size"
+        )
+    return replicas
+
+
+def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tokens: int) -> EngineOptions:
+    """One engine's options. Raises ConfigError if its shared memory cannot hold the longest sample several times."""
+    job, spec = resolved.job, resolved.spec
+    need = ROWS_IN_RING * longest_tokens * spec.bytes_per_token
+    if job.engine.max_inflight_tokens == "auto":
+        ring = max(RING_BYTES[device], need)
+    else:
+        ring = job.engine.max_inflight_tokens * spec.bytes_per_token
+    if ring < need:
+        raise ConfigError(
+            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: the longest sample has {longest_tokens:,} "
+            f"tokens, and {ROWS_IN_RING} of them must fit: at least {ROWS_IN_RING * longest_tokens:,}, or auto"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if ring > memory // 2:
+        raise ConfigError(
+            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: {ROWS_IN_RING} x {longest_tokens:,} tokens x "
+            f"{spec.bytes_per_token:,} bytes = {ring:,} bytes of shared memory, more than half of this machine's "
+            f"{memory:,}; lower max_seq_len, or capture fewer layers"
+        )
+    engine = job.engine
+    return EngineOptions(
+        spec=spec,
+        architecture=resolved.model.architecture,
+        model_path=resolved.model.path,
+        release=release,
+        vocab_size=resolved.model.vocab_size,
+        context_length=resolved.model.context_length,
+        max_seq_len=job.max_seq_len,
+        device=device,
+        ring_bytes=ring,
+        tp_size=engine.tp_size,
+        trust_remote_code=job.model.trust_remote_code,
+        chunked_prefill_size=engine.chunked_prefill_size,
+        mem_fraction_static=engine.mem_fraction_static,
+        attention_backend=engine.attention_backend,
+        args=dict(engine.args),
+    )
+
+
+def _metadata(flight: Preflight, key: str) -> dict[str, Any]:
+    model = flight.resolved.model
+    return shard_metadata(
+        flight.resolved.spec,
+        model=model.name,
+        revision=model.revision,
+        fingerprint=key,
+        compression=flight.resolved.job.output.compression.value,
+        versions=flight.versions,
+    )
+
+
+class Stopped(HsRayError):
+    """SIGTERM: the node is being taken away, or `ray job stop`."""
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise Stopped("stopped by SIGTERM: what is committed stays; run the same command again to resume")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say(text: str) -> None:
+    print(f"hs_ray: {text}", flush=True)

@@ -1,0 +1,122 @@
+"""Units through Ray Data: one row a unit, one call a unit, several calls at once in each actor."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import ray.data
+
+from hs_ray.errors import HsRayError
+from hs_ray.pipeline.actor import ActorJob, HiddenStateExtractor
+from hs_ray.pipeline.board import Board
+from hs_ray.pipeline.progress import Progress, Total
+from hs_ray.schema import Marker
+
+MOST_BLOCKS = 10_000  # each costs Ray Data a task; beyond this a block is several units
+INIT_DEATHS = 3  # engine starts that die one after the other before the run ends
+NO_PROGRESS_S = 24 * 3600  # a full disk is waited for, and is no progress
+CLEANUP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Extraction:
+    job: ActorJob
+    units: list[int]
+    tokens: int
+    replicas: int
+    gpus: int  # of one engine; 0 on CPU
+    at_once: int  # units in one engine
+    progress_s: float
+
+
+def extract_units(extraction: Extraction) -> Iterator[Marker]:
+    """Run the units and give their markers as they are committed. Ends the engines before it returns.
+
+    Raises the HsRayError that an actor raised, or HsRayError with what Ray says.
+    """
+    _configure()
+    board = Board.remote()  # type: ignore[attr-defined]
+    spec = extraction.job.options.spec
+    total = Total(len(extraction.units), extraction.tokens, spec.bytes_per_token)
+    print(f"hs_ray: starting {extraction.replicas} engine(s), loading the model", flush=True)
+    progress = Progress(total, board, extraction.progress_s)
+    try:
+        with progress:
+            for batch in _dataset(extraction, board).iter_batches(batch_size=None, prefetch_batches=0):
+                for text in batch["marker"]:
+                    marker = Marker.from_json(text)
+                    progress.committed(marker)
+                    yield marker
+        print(progress.summary(), flush=True)
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        raise _cause(error) from error
+    finally:
+        pids = [state.pid for _, state in progress.states]
+        ray.shutdown()
+        _wait_for_the_end(pids)
+
+
+def _configure() -> None:
+    """Ray Data's own settings: nothing dropped, nothing retried in silence, nothing but our lines printed."""
+    context = ray.data.DataContext.get_current()
+    context.max_errored_blocks = 0
+    context.max_consecutive_actor_init_deaths = INIT_DEATHS
+    context.actor_init_retry_on_errors = False
+    context.execution_no_progress_timeout_s = NO_PROGRESS_S
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+
+
+def _dataset(extraction: Extraction, board: object) -> ray.data.Dataset:
+    rows = [{"unit": unit} for unit in extraction.units]
+    dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MOST_BLOCKS))
+    pool = ray.data.ActorPoolStrategy(
+        size=min(extraction.replicas, len(rows)),
+        max_concurrent_calls_per_actor=extraction.at_once,
+        max_tasks_in_flight_per_actor=extraction.at_once,
+        enable_true_multi_threading=True,  # without it a synchronous UDF runs one call at a time
+    )
+    mapped = dataset.map_batches(
+        HiddenStateExtractor,
+        batch_size=1,
+        compute=pool,
+        num_gpus=extraction.gpus or None,
+        num_cpus=None if extraction.gpus else 1,
+        fn_constructor_args=(extraction.job, board),
+    )
+    mapped.set_name("hs_ray_extract")
+    return mapped
+
+
+def _cause(error: BaseException) -> HsRayError:
+    """Our own error below Ray's wrappers, if there is one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        inner = getattr(seen, "cause", None) or seen.__cause__
+        if isinstance(seen, HsRayError):
+            return seen
+        seen = inner if isinstance(inner, BaseException) else None
+    return HsRayError(f"the run failed: {error}; run the same command again to resume")
+
+
+def _wait_for_the_end(pids: list[int]) -> None:
+    """Until the engines of this node and their janitors are gone, so that nothing is left when the job ends."""
+    deadline = time.monotonic() + CLEANUP_S
+    while time.monotonic() < deadline and any(_alive(pid) for pid in pids):
+        time.sleep(0.1)
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process or its janitor still runs on this node."""
+    if Path(f"/proc/{pid}").exists():
+        return True
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if str(pid).encode() in words and any(word.endswith(b"janitor.py") for word in words):
+                    return True
+    return False
