@@ -186,8 +186,13 @@ def sample_rows(made: MadeOutput, index: int) -> list[dict[str, Any]]:
     return rows
 
 
+def to_float(states: np.ndarray) -> np.ndarray:
+    """bf16 bits, uint16 -> float32, same shape."""
+    return (states.astype(np.uint32) << 16).view(np.float32)
+
+
 def column_stats(states: np.ndarray) -> ColumnStats:
-    values = (states.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    values = to_float(states).astype(np.float64)
     finite = np.isfinite(values).all(1)
     kept = values[finite]
     return ColumnStats(

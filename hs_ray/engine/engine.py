@@ -160,6 +160,12 @@ class HiddenStateEngine:
         Thread(target=self._loop.run_forever, name="hs_ray-requests", daemon=True).start()
 
     def _start(self) -> Any:
+        # A prompt of exactly the model's context is right, and SGLang wants a longer context for it (options).
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        # Its processes print warnings of kernels that are absent, and bars, before their log level is set.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
         # sglang.Engine itself is a lazy import that cannot be subclassed.
         from sglang.srt.entrypoints.engine import Engine
 

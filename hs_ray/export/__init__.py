@@ -126,9 +126,8 @@ def _prepare(target: Path, exporter: Exporter, output: Output, log: Log) -> Path
     elif any(target.iterdir()):
         raise OutputError(f"export.path = {target}: is not empty and not an export of ours; choose another folder")
     free = shutil.disk_usage(target).free
-    log(
-        f"{exporter.name}: {output.samples:,} samples, {output.tokens:,} tokens, {size / 1e9:,.2f} GB ({free / 1e9:,.1f} GB free)"
-    )
+    what = f"{output.samples:,} samples, {output.tokens:,} tokens"
+    log(f"{exporter.name}: {what}, {size / 1e9:,.2f} GB ({free / 1e9:,.1f} GB free)")
     for name, value in exporter.layers_note().items():
         log(f"  {name}: {value}")
     if size - there > free:

@@ -33,9 +33,7 @@ class Choice:
     def of(cls, output: Output) -> "Choice":
         """Layer id N is the state after the last layer, not an auxiliary one, as in vLLM and speculators."""
         spec, last = output.spec, output.spec.num_hidden_layers
-        pre_norm = (
-            "final_pre_norm" if "final_pre_norm" in spec.columns else f"hidden_{last}" if last in spec.layers else None
-        )
+        pre_norm = next((name for name in ("final_pre_norm", f"hidden_{last}") if name in spec.columns), None)
         aux = tuple(layer for layer in spec.layers if layer != last)
         return cls(aux, pre_norm, "final_post_norm" in spec.columns, output.storage.exists(FINAL_NORM))
 
@@ -51,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Record:
-    """One sample, ready for a trainer: input_ids int64 [S], loss_mask uint8 [S], aux A of bf16 [S, H], final bf16 [S, H]."""
+    """One sample for a trainer: input_ids int64 [S], loss_mask uint8 [S], aux A of bf16 [S, H], final bf16 [S, H]."""
 
     number: int  # in the export, from 0
     sample_id: str
@@ -158,7 +156,8 @@ def check_sample(sample: dict[str, Any], columns: Sequence[str], hidden_size: in
         state = sample[column]
         if state.shape != (len(ids), hidden_size) or state.dtype != torch.bfloat16:
             raise ShardError(
-                f"sample {name!r}, column {column}: {state.dtype} {list(state.shape)}, bfloat16 [{len(ids)}, {hidden_size}] is needed"
+                f"sample {name!r}, column {column}: {state.dtype} {list(state.shape)}, "
+                f"bfloat16 [{len(ids)}, {hidden_size}] is needed"
             )
         largest = state.abs().amax(dim=1)
         if not bool(torch.isfinite(largest).all()):
@@ -182,8 +181,8 @@ def write_whole(folder: Path, name: str, write: Any) -> None:
 def vocab_mapping(token_counts: np.ndarray, draft_vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The draft vocabulary of the most frequent learnt tokens, ties by id.
 
-    Returns d2t int64 [draft_vocab_size], target id minus draft id, and t2d bool [vocab_size], the chosen ones. One meaning
-    for SpecForge, speculators and Model-Optimizer.
+    Returns d2t int64 [draft_vocab_size], target id minus draft id, and t2d bool [vocab_size], the chosen ones: the
+    meaning that SpecForge, speculators and Model-Optimizer share.
     """
     chosen = np.sort(np.argsort(-token_counts, kind="stable")[:draft_vocab_size])
     t2d = np.zeros(len(token_counts), dtype=bool)

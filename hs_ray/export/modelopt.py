@@ -37,7 +37,7 @@ class ModelOptExporter(Exporter):
         return f"data/{unit_name(unit)}/{stem}.pt"
 
     def save(self, record: Record, path: Path) -> None:
-        """input_ids, loss_mask int64 [S]; hidden_states bf16 [S, H]; aux_hidden_states bf16 [S, A * H]; tensors and str only."""
+        """input_ids, loss_mask int64 [S]; hidden_states bf16 [S, H]; aux_hidden_states bf16 [S, A * H]."""
         torch.save(
             {
                 "input_ids": record.input_ids,

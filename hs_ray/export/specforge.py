@@ -19,9 +19,7 @@ class SpecForgeExporter(Exporter):
     def problems(self) -> list[str]:
         found = super().problems()
         if self.choice.layers and len(self.choice.layers) != 3:
-            found.append(
-                f"takes exactly three auxiliary layers, the output has {len(self.choice.layers)} ({list(self.choice.layers)})"
-            )
+            found.append(f"takes exactly three auxiliary layers, the output has {list(self.choice.layers)}")
         if 0 in self.choice.layers:
             found.append("cannot name layer id 0, the embeddings")
         return found
@@ -30,7 +28,7 @@ class SpecForgeExporter(Exporter):
         return {
             "eagle_aux_hidden_state_layer_ids": self.choice.outputs_of,
             "meaning": "output of decoder layer i, counted from 0; hidden_state is the final state, after the norm",
-            "use": "draft model config: eagle_config.eagle_aux_hidden_state_layer_ids as here; data.hidden_states_path: FOLDER/data",
+            "use": "eagle_config.eagle_aux_hidden_state_layer_ids as here; data.hidden_states_path: FOLDER/data",
         }
 
     def file_name(self, number: int, unit: int, sample_id: str) -> str:

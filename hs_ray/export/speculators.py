@@ -33,7 +33,7 @@ class SpeculatorsExporter(Exporter):
         ids = " ".join(str(layer) for layer in self.choice.layers)
         return {
             "target_layer_ids": list(self.choice.layers),
-            "meaning": "input of decoder layer i, as in vLLM; the last slot of hidden_states is the final state, before the norm",
+            "meaning": "input of decoder layer i, as in vLLM; the last slot is the final state, before the norm",
             "use": f"speculators train --data-path FOLDER --on-missing raise --target-layer-ids {ids}",
         }
 

@@ -1,4 +1,4 @@
-"""The older list-of-tensors files of speculators (read by releases before 2026-08): `data_{i}.pt`, final state pre-norm."""
+"""The older files of speculators, lists of tensors (releases before 2026-08-15): final state before the norm."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ class SpeculatorsV1Exporter(Exporter):
     def layers_note(self) -> dict[str, Any]:
         return {
             "layer_ids": [*self.choice.outputs_of, self.num_hidden_layers - 1],
-            "meaning": "output of decoder layer i, counted from 0 (-1: the embeddings); the last one is the final state, before the norm",
+            "meaning": "output of decoder layer i, counted from 0 (-1: embeddings); the last is the state before the norm",
             "use": "train.py --data-path FOLDER (a release of speculators before 2026-08-15)",
         }
 

@@ -88,8 +88,8 @@ class HiddenStateExtractor:
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.gate = Gate()
         self.metrics = Metrics(self.name, node)
-        self.reporter = Reporter(board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh)
         self.engine: HiddenStateEngine | None = None
+        self.reporter = Reporter(board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh)
         self.engine = HiddenStateEngine(self._options(), on_death=_die, poison=job.poison)
         if job.canary:
             self.reporter.set("canary")

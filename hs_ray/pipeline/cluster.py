@@ -26,7 +26,10 @@ def connect(address: str) -> Cluster:
     """
     # Ray >= 2.59 turns on token authentication by itself in some ways of starting and not in others.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # On a machine without a GPU Ray would otherwise hide GPUs that it does not know of, with a warning a task.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The core worker reports, as an error, that our actor's arguments would be lost with the driver. So would the job.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     local = False
     if not ray.is_initialized():
         try:

@@ -1,6 +1,7 @@
 """Units through Ray Data: one row a unit, one call a unit, several calls at once in each actor."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
 
 def _configure() -> None:
     """Ray Data's own settings: nothing dropped, nothing retried in silence, nothing but our lines printed."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     context = ray.data.DataContext.get_current()
     context.max_errored_blocks = 0
     context.max_consecutive_actor_init_deaths = INIT_DEATHS

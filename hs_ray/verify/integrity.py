@@ -7,31 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from hs_ray.errors import OutputError, ShardError
+from hs_ray.plan import read_unit
 from hs_ray.reader.output import OUR_SHARD, load_json, load_run, run_spec
 from hs_ray.schema import DONE, MANIFEST, REJECTS, RUN_JSON, SAMPLES, SHARDS, Marker, Sample, marker_path, unit_name
 from hs_ray.storage import Storage
 from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.report import Report
 from hs_ray.verify.shard import ShardAudit, audit_shard
-
-
-def planned_samples(storage: Storage, run: dict[str, Any], unit: int) -> list[Sample]:
-    """The samples of a unit, out of the plan. Raises ShardError that names the plan's file if it cannot be read."""
-    per_file = run["plan"]["units_per_file"]
-    path = f"{SAMPLES}/part-{unit // per_file:05d}.parquet"
-    try:
-        with storage.open(path) as file:
-            table = pq.ParquetFile(file).read_row_group(unit % per_file)
-    except (OSError, ValueError, IndexError) as error:  # Arrow's own errors are among these
-        raise ShardError(f"{storage.root}/{path}: the plan of {unit_name(unit)} cannot be read ({error})") from error
-    if set(table.column("unit").to_pylist()) != {unit}:
-        raise ShardError(f"{storage.root}/{path}: row group {unit % per_file} is not the plan of {unit_name(unit)}")
-    small = {name: table.column(name).to_pylist() for name in ("sample_id", "source", "line")}
-    lists = [[value.values.to_numpy() for value in table.column(name)] for name in ("input_ids", "loss_mask")]
-    return [Sample(*values) for values in zip(*small.values(), *lists, strict=True)]
 
 
 def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | None = None) -> Report:
@@ -136,8 +119,8 @@ def _plan(
     planned, lines, ids, total = {}, Counter[tuple[str, int]](), Counter[str](), 0
     for unit in range(run["plan"]["units"]):
         try:
-            samples = planned_samples(storage, run, unit)
-        except ShardError as error:
+            samples = read_unit(storage, unit, run["plan"]["units_per_file"])
+        except OutputError as error:
             report.add("plan", SAMPLES, str(error))
             continue
         total += len(samples)

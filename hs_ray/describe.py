@@ -1,0 +1,270 @@
+"""What an output holds, for people: counts, layers in both spellings, sizes, lengths, rejects, one sample's norms.
+
+Shapes: S tokens, H hidden_size.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from hs_ray.reader import HiddenStatesDataset, Output
+from hs_ray.reader.output import load_markers
+from hs_ray.schema import REJECTED, SAMPLES
+
+REPORT = "report.html"
+BAR = 40  # characters of the longest bar
+
+
+@dataclass(frozen=True)
+class ColumnNorms:
+    """Of one column of one sample: L2 norms of its tokens' states, and the largest absolute value."""
+
+    column: str
+    first: float
+    median: float
+    largest: float
+    absmax: float
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything that `describe` shows. histogram: (up to this many tokens, samples)."""
+
+    path: str
+    complete: bool
+    model: dict[str, Any]
+    versions: dict[str, Any]
+    started: str
+    layers: list[dict[str, Any]]
+    final: str
+    hidden_size: int
+    num_hidden_layers: int
+    compression: str
+    units: int
+    units_planned: int
+    samples: int
+    failed: int
+    tokens: int
+    bytes: int
+    raw_bytes: int  # of the states alone, before compression
+    plan: dict[str, Any]
+    lengths: dict[str, int]  # min, median, mean, max
+    histogram: list[tuple[int, int]]
+    rejects: dict[str, int]  # by code, failed samples included
+    sample: dict[str, Any] = field(default_factory=dict)  # sample_id, source, line, num_tokens, learnt
+    norms: list[ColumnNorms] = field(default_factory=list)
+
+
+def describe(path: str, storage_options: Mapping[str, Any] | None = None) -> Description:
+    """Look at an output, finished or not. Raises OutputError where there is none, ShardError for damage in its way."""
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "storage_options": storage_options, "incomplete": True}
+    dataset = HiddenStatesDataset(path, **options)
+    output, plan = dataset.output, dataset.output.run["plan"]
+    markers = load_markers(output.storage)
+    failed = [reject for marker in markers.values() for reject in marker.failed]
+    lengths = _planned_lengths(output, set(markers))
+    sample = dataset.read(0) if output.samples else {}
+    return Description(
+        path=output.storage.root,
+        complete=output.complete,
+        model=output.run["model"],
+        versions=output.run.get("versions", {}),
+        started=str(output.run.get("started", "")),
+        layers=output.run["spec"]["layers"],
+        final=output.spec.final,
+        hidden_size=output.spec.hidden_size,
+        num_hidden_layers=output.spec.num_hidden_layers,
+        compression=output.compression,
+        units=len(markers),
+        units_planned=plan["units"],
+        samples=output.samples,
+        failed=len(failed),
+        tokens=output.tokens,
+        bytes=output.bytes,
+        raw_bytes=output.tokens * output.spec.bytes_per_token,
+        plan={name: plan[name] for name in ("lines", "blank", "samples", "rejected", "truncated") if name in plan},
+        lengths=_summary(lengths),
+        histogram=_histogram(lengths),
+        rejects=dict((_rejected(output) + Counter(reject.code for reject in failed)).most_common()),
+        sample={name: sample[name] for name in ("sample_id", "source", "line") if sample}
+        | ({"num_tokens": len(sample["input_ids"]), "learnt": int(sample["loss_mask"].sum())} if sample else {}),
+        norms=[_norms(name, sample[name]) for name in output.spec.columns] if sample else [],
+    )
+
+
+def _planned_lengths(output: Output, units: set[int]) -> np.ndarray:
+    """Tokens of every planned sample of the units that are committed."""
+    parts = []
+    for info in output.storage.list(SAMPLES):
+        if not info.path.endswith(".parquet"):
+            continue
+        with output.storage.open(info.path) as file:
+            table = pq.ParquetFile(file).read(columns=["input_ids", "unit"])
+        sizes = table.column("input_ids").combine_chunks().value_lengths().to_numpy()
+        parts.append(sizes[np.isin(table.column("unit").to_numpy(), sorted(units))])
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _rejected(output: Output) -> Counter[str]:
+    if not output.storage.exists(REJECTED):
+        return Counter()
+    with output.storage.open(REJECTED) as file:
+        return Counter(pq.ParquetFile(file).read(columns=["code"]).column("code").to_pylist())
+
+
+def _summary(lengths: np.ndarray) -> dict[str, int]:
+    if not len(lengths):
+        return {}
+    return {
+        "min": int(lengths.min()),
+        "median": int(np.median(lengths)),
+        "mean": int(lengths.mean()),
+        "max": int(lengths.max()),
+    }
+
+
+def _histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Samples by length, in powers of two: (up to this many tokens, samples)."""
+    if not len(lengths):
+        return []
+    power = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return [(2**p, int((power == p).sum())) for p in range(int(power.min()), int(power.max()) + 1)]
+
+
+def _norms(column: str, state: torch.Tensor) -> ColumnNorms:
+    norms = state.float().norm(dim=1)
+    return ColumnNorms(
+        column, float(norms[0]), float(norms.median()), float(norms.max()), float(state.float().abs().max())
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.2f} {unit}"
+        size /= 1000
+    return f"{size:,.2f} PB"
+
+
+def layer_text(layer: dict[str, Any]) -> str:
+    """Both spellings of a layer id."""
+    output_of = layer["output_of_layer"]
+    return f"{layer['id']} ({'the embeddings' if output_of is None else f'output of layer {output_of}'})"
+
+
+def facts(d: Description) -> list[tuple[str, str]]:
+    """The description as name and value, in the order of reading."""
+    ratio = (
+        f", {d.bytes / d.raw_bytes:.3f} of the states' {size_text(d.raw_bytes)}"
+        if d.compression != "none" and d.raw_bytes
+        else ""
+    )
+    share = f"{d.units:,} of {d.units_planned:,} units" + ("" if d.complete else ", not complete")
+    rows = [
+        ("output", d.path),
+        ("state", f"{'complete' if d.complete else 'unfinished'}, {share}"),
+        (
+            "model",
+            f"{d.model['name']} ({d.model.get('architecture')}, {d.num_hidden_layers} layers of width {d.hidden_size})",
+        ),
+        ("started", d.started),
+        ("layers", ", ".join(layer_text(layer) for layer in d.layers)),
+        ("final", d.final),
+        ("samples", f"{d.samples:,} with states, {d.failed:,} failed"),
+        ("input", ", ".join(f"{value:,} {name}" for name, value in d.plan.items())),
+        ("tokens", f"{d.tokens:,}"),
+        ("size", f"{size_text(d.bytes)} in {d.units:,} shards ({d.compression}{ratio})"),
+        ("tokens a sample", ", ".join(f"{name} {value:,}" for name, value in d.lengths.items())),
+    ]
+    return rows + [("versions", ", ".join(f"{name} {value}" for name, value in d.versions.items()))]
+
+
+def text(d: Description) -> str:
+    """The description for a terminal."""
+    lines = [f"{name:<16} {value}" for name, value in facts(d)]
+    if d.histogram:
+        most = max(count for _, count in d.histogram)
+        lines += ["", "samples by length (tokens, up to)"]
+        lines += [f"{limit:>10,} {count:>9,} {'#' * round(BAR * count / most)}" for limit, count in d.histogram]
+    if d.rejects:
+        lines += ["", "lines without states, by code"] + [f"{count:>10,} {code}" for code, count in d.rejects.items()]
+    if d.norms:
+        s = d.sample
+        lines += [
+            "",
+            f"sample {s['sample_id']} ({s['source']} line {s['line']}): {s['num_tokens']} tokens, {s['learnt']} learnt",
+        ]
+        lines += [f"{'L2 norm of':<16} {'first token':>12} {'median':>12} {'largest':>12} {'absmax':>12}"]
+        lines += [
+            f"{n.column:<16} {n.first:12.2f} {n.median:12.2f} {n.largest:12.2f} {n.absmax:12.2f}" for n in d.norms
+        ]
+    return "\n".join(lines)
+
+
+STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#d8dde3, #363c45); --soft: light-dark(#5b6570, #9aa5b1);
+        --bar: light-dark(#2f6fb0, #6aa9e6); --panel: light-dark(#f6f8fa, #1b1f25); }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+       background: light-dark(#fff, #13161a); color: light-dark(#1c2127, #e4e8ec); }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+.wide { overflow-x: auto; background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
+        padding: .6rem 1rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
+th { color: var(--soft); font-weight: 500; white-space: nowrap; } tr + tr > * { border-top: 1px solid var(--line); }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.bar { background: var(--bar); height: .8rem; border-radius: 2px; min-width: 1px; } .bars td:last-child { width: 70%; }
+"""
+
+
+def html(d: Description) -> str:
+    """The description as one page that needs nothing else: no network, no script; light or dark as the system is."""
+    parts = [f"<h1>Hidden states of {escape(str(d.model['name']))}</h1>", _table([], facts(d))]
+    if d.histogram:
+        most = max(count for _, count in d.histogram)
+        rows = "".join(
+            f'<tr><td class="number">{limit:,}</td><td class="number">{count:,}</td>'
+            f'<td><div class="bar" style="width:{100 * count / most:.1f}%"></div></td></tr>'
+            for limit, count in d.histogram
+        )
+        head = '<tr><th class="number">tokens, up to</th><th class="number">samples</th><th></th></tr>'
+        parts += ["<h2>Samples by length</h2>", f'<div class="wide"><table class="bars">{head}{rows}</table></div>']
+    if d.rejects:
+        parts += [
+            "<h2>Lines without states</h2>",
+            _table(["code", "lines"], [(c, f"{n:,}") for c, n in d.rejects.items()]),
+        ]
+    if d.norms:
+        s = d.sample
+        titles = ["L2 norm of", "first token", "median", "largest", "absmax"]
+        norms = [(n.column, *(f"{value:,.2f}" for value in (n.first, n.median, n.largest, n.absmax))) for n in d.norms]
+        title = (
+            f"Sample {s['sample_id']} ({s['source']} line {s['line']}), {s['num_tokens']} tokens, {s['learnt']} learnt"
+        )
+        parts += [f"<h2>{escape(title)}</h2>", _table(titles, norms)]
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    style = [f"<title>hs_ray: {escape(d.path)}</title>", f"<style>{STYLE}</style>"]
+    return "\n".join(
+        ["<!doctype html>", '<html lang="en"><head>', meta, *style, "</head><body>", *parts, "</body></html>"]
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column names a row; those after it are right-aligned where there is a head."""
+    kind = ' class="number"' if head else ""
+    lines = (
+        ["<tr>" + "".join(f"<th{kind if i else ''}>{escape(name)}</th>" for i, name in enumerate(head)) + "</tr>"]
+        if head
+        else []
+    )
+    for name, *values in rows:
+        cells = "".join(f"<td{kind}>{escape(value)}</td>" for value in values)
+        lines.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'

@@ -1,0 +1,72 @@
+"""hs_ray.describe: figures of a known output, for a terminal and as a page."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_output import H, MadeOutput, make_output, to_float
+
+from hs_ray import schema
+from hs_ray.describe import describe, html, layer_text, size_text, text
+from hs_ray.errors import OutputError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
+    return make_output(tmp_path_factory.mktemp("describe") / "out", compression="split_zstd")
+
+
+def test_figures(made: MadeOutput):
+    d = describe(str(made.path))
+    tokens = [made.samples[i].num_tokens for i in made.committed]
+    assert (d.samples, d.failed, d.tokens, d.complete, d.units) == (11, 1, sum(tokens), True, 3)
+    assert d.raw_bytes == sum(tokens) * 4 * H * 2
+    assert d.bytes == sum(made.shard(unit).stat().st_size for unit in range(3))
+    assert d.lengths["max"] == 128 and d.lengths["min"] == 1
+    assert sum(count for _, count in d.histogram) == 12 and (64, 4) in d.histogram  # 33 to 64 tokens
+    assert d.rejects == {"not_json": 2, "engine_error": 1}
+    norms = {n.column: n for n in d.norms}
+    expected = np.linalg.norm(to_float(made.states[0]["hidden_4"]), axis=1)
+    assert norms["hidden_4"].first == pytest.approx(expected[0], rel=1e-5)
+    assert norms["hidden_4"].largest == pytest.approx(expected.max(), rel=1e-5)
+
+
+def test_text_shows_both_spellings(made: MadeOutput):
+    shown = text(describe(str(made.path)))
+    assert "2 (output of layer 1), 4 (output of layer 3), 5 (output of layer 4)" in shown
+    assert re.search(r"samples +11 with states, 1 failed", shown) and "not_json" in shown
+    assert layer_text(schema.layer_spellings([0])[0]) == "0 (the embeddings)"
+
+
+def test_page_stands_alone(made: MadeOutput):
+    page = html(describe(str(made.path)))
+    assert page.startswith("<!doctype html>") and page.endswith("</html>")
+    assert "http" not in page and "<script" not in page and "color-scheme: light dark" in page
+    assert page.count("<table") == page.count("</table>") == 4
+
+
+def test_unfinished_and_absent(tmp_path: Path):
+    made = make_output(tmp_path / "out", complete=False)
+    d = describe(str(made.path))
+    assert not d.complete and "unfinished" in text(d)
+    with pytest.raises(OutputError, match=r"run\.json"):
+        describe(str(tmp_path / "nothing"))
+
+
+def test_sizes():
+    assert [size_text(n) for n in (0, 999, 1500, 4.6e12)] == ["0 B", "999 B", "1.50 kB", "4.60 TB"]
+
+
+def test_job(made: MadeOutput):
+    job = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "jobs/describe.py"),
+        f"output.path={made.path}",
+        "report=true",
+    ]
+    result = subprocess.run(job, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "11 with states" in result.stdout, result.stderr
+    assert (made.path / "report.html").read_text().startswith("<!doctype html>")
