@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hs_ray.errors import ConfigError
@@ -157,6 +159,7 @@ class ColumnStats:
     absmax: float = 0.0
     nonfinite_rows: int = 0  # rows that hold a NaN or an infinity
     zero_rows: int = 0  # rows that are all zero
+    checksum: int = 0  # of the bits, see `state_checksum`; taken on the device, before the first copy
 
     def __add__(self, other: "ColumnStats") -> "ColumnStats":
         return ColumnStats(
@@ -165,11 +168,28 @@ class ColumnStats:
             max(self.absmax, other.absmax),
             self.nonfinite_rows + other.nonfinite_rows,
             self.zero_rows + other.zero_rows,
+            (self.checksum + other.checksum) % 2**64,
         )
 
     def rms(self, hidden_size: int) -> float:
         values = (self.rows - self.nonfinite_rows) * hidden_size
         return (self.sum_squares / values) ** 0.5 if values else 0.0
+
+
+def state_checksum(bits: npt.NDArray[np.uint16], token_start: int = 0) -> int:
+    """Checksum of a state: the sum over tokens t (from 1) of t times the sum of row t's bits, as int16, modulo 2^64.
+
+    bits: uint16 [S, H], bf16 bits; token_start: of its first row within the sample. Additive over pieces. It is
+    made of sums alone, so that a GPU takes it in passing, and any changed bit or exchanged token changes it.
+    """
+    rows = bits.view(np.int16).sum(axis=1, dtype=np.int64)
+    return weighted_checksum(rows, token_start)
+
+
+def weighted_checksum(row_sums: npt.NDArray[np.int64], token_start: int) -> int:
+    """`state_checksum` from the sums of the rows: int64 [S]."""
+    weights = np.arange(token_start + 1, token_start + len(row_sums) + 1, dtype=np.int64)
+    return int((weights * row_sums).sum(dtype=np.int64)) % 2**64
 
 
 @dataclass(frozen=True)
@@ -204,6 +224,7 @@ class Marker:
     rows: int
     tokens: int
     columns: dict[str, ColumnStats] = field(default_factory=dict)
+    checksums: dict[str, list[int]] = field(default_factory=dict)  # sample_id -> `state_checksum` of every column
     failed: list[Reject] = field(default_factory=list)
     engine: str = ""
     seconds: float = 0.0

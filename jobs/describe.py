@@ -4,6 +4,8 @@ python jobs/describe.py output.path=/nvme/hs               # counts, layers, siz
 python jobs/describe.py output.path=/nvme/hs report=true   # the same as a page, report.html in the output
 """
 
+import _checkout  # noqa: F401  (makes the clone importable)
+
 from hs_ray.config import DescribeJob, run_job
 from hs_ray.describe import REPORT, describe, html, text
 from hs_ray.storage import open_storage

@@ -3,6 +3,8 @@
 python jobs/export.py output.path=/nvme/hs export.to=speculators export.path=/nvme/spec
 """
 
+import _checkout  # noqa: F401  (makes the clone importable)
+
 from hs_ray.config import ExportJob, run_job
 from hs_ray.errors import ConfigError
 from hs_ray.export import export

@@ -4,9 +4,11 @@ python jobs/verify.py output.path=/nvme/hs                                      
 python jobs/verify.py output.path=/nvme/hs verify.reference=hf verify.samples=16     # and values, against transformers
 """
 
+import _checkout  # noqa: F401  (makes the clone importable)
+
 from hs_ray.config import VerifyJob, run_job
 from hs_ray.storage import open_storage
-from hs_ray.verify import Report, verify_integrity, verify_reference
+from hs_ray.verify import Report, verify_argmax, verify_integrity, verify_reference
 
 
 def main(job: VerifyJob) -> int:
@@ -14,8 +16,9 @@ def main(job: VerifyJob) -> int:
     storage = open_storage(path, job.output.storage_options)
     report = verify_integrity(storage, job.verify.incomplete)
     show("integrity", report)
-    if job.verify.reference == "hf":
-        compared = verify_reference(
+    reference = {"hf": verify_reference, "argmax": verify_argmax}.get(job.verify.reference.value)
+    if reference is not None:
+        compared = reference(
             path,
             samples=job.verify.samples,
             seed=job.verify.seed,
@@ -25,7 +28,7 @@ def main(job: VerifyJob) -> int:
             storage_options=job.output.storage_options,
         )
         print("\n".join(compared.table))
-        show("reference hf", compared)
+        show(f"reference {job.verify.reference.value}", compared)
         report.merge(compared)
     return 0 if report.ok else 1
 

@@ -63,7 +63,7 @@ class Ticket:
         self._stats = [ColumnStats()] * columns
         self._lock = Lock()
 
-    def arrived(self, start: int, count: int, stats: list[list[float]]) -> bool:
+    def arrived(self, start: int, count: int, stats: list[list[Any]]) -> bool:
         """Rows [start, start + count) are in shared memory. True once the sample is complete."""
         with self._lock:
             if start != self._covered or start + count > self.num_tokens:
@@ -77,8 +77,7 @@ class Ticket:
                 return False
             self._covered += count
             self._stats = [
-                total + ColumnStats(count, squares, absmax, int(nonfinite), int(zero))
-                for total, (squares, absmax, nonfinite, zero) in zip(self._stats, stats, strict=True)
+                total + ColumnStats(count, *values) for total, values in zip(self._stats, stats, strict=True)
             ]
             return self._answered and self._covered == self.num_tokens
 

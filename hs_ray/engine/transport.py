@@ -3,8 +3,9 @@
 On CPU a plain copy. On CUDA device to host by DMA on a side stream, straight into the registered pages; a
 thread waits for the copies and sends the descriptors, so the scheduler goes on to the next batch at once.
 
-A descriptor is JSON: {"rid", "start", "count", "stats": one [sum_squares, absmax, nonfinite_rows, zero_rows] a
-column}. The statistics are taken on the device, where they cost nothing next to the forward pass.
+A descriptor is JSON: {"rid", "start", "count", "stats": one [sum_squares, absmax, nonfinite_rows, zero_rows,
+checksum] a column}. The statistics are taken on the device, before the first copy, where they cost nothing next
+to the forward pass: whatever goes wrong on the way to the file shows against them.
 
 T rows of a batch, H hidden_size, C state columns.
 """
@@ -19,7 +20,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+
+from hs_ray.schema import weighted_checksum
 
 if TYPE_CHECKING:
     from hs_ray.engine.capture import CaptureSetup
@@ -57,7 +61,7 @@ class Transport:
     def send(self, ranges: Sequence[RowRange], columns: Sequence[torch.Tensor]) -> None:
         """columns: C bf16 tensors [T, H] of one batch."""
         self._copy(ranges, columns)
-        self._announce(ranges, _row_statistics(columns))
+        self._announce(ranges, RowStatistics(*_row_statistics(columns)))
 
     def _copy(self, ranges: Sequence[RowRange], columns: Sequence[torch.Tensor]) -> None:
         width = self.hidden_size
@@ -67,15 +71,9 @@ class Transport:
                 target = self.ring[first : first + rows.count * width].view(rows.count, width)
                 target.copy_(column[rows.row : rows.row + rows.count], non_blocking=True)
 
-    def _announce(self, ranges: Sequence[RowRange], statistics: torch.Tensor) -> None:
-        """statistics: float32 [2, C, T] on the host, norms and peaks of every row."""
+    def _announce(self, ranges: Sequence[RowRange], statistics: "RowStatistics") -> None:
         for rows in ranges:
-            norms, peaks = statistics[:, :, rows.row : rows.row + rows.count].unbind()
-            finite = torch.isfinite(peaks)
-            squares = torch.where(finite, norms.double().square(), 0.0).sum(-1)
-            absmax = torch.where(finite, peaks, 0.0).amax(-1)
-            table = torch.stack([squares, absmax.double(), (~finite).sum(-1), (peaks == 0).sum(-1)], -1)
-            record = {"rid": rows.rid, "start": rows.start, "count": rows.count, "stats": table.tolist()}
+            record = {"rid": rows.rid, "start": rows.start, "count": rows.count, "stats": statistics.of(rows)}
             self.connection.send_bytes(json.dumps(record).encode())
 
 
@@ -96,21 +94,19 @@ class CudaTransport(Transport):
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self._copy(ranges, columns)
-            statistics = _row_statistics(columns)
-            host = torch.empty(statistics.shape, dtype=statistics.dtype, pin_memory=True)
-            host.copy_(statistics, non_blocking=True)
+            host = [_to_pinned(statistic) for statistic in _row_statistics(columns)]
             done = torch.cuda.Event()
             done.record(self.stream)
         for column in columns:  # the allocator must not hand their memory out before the copies are done
             column.record_stream(self.stream)
-        self.pending.put((done, list(ranges), host))
+        self.pending.put((done, list(ranges), RowStatistics(*host)))
 
     def _complete(self) -> None:
         try:
             while True:
-                done, ranges, host = self.pending.get()
+                done, ranges, statistics = self.pending.get()
                 done.synchronize()
-                self._announce(ranges, host)
+                self._announce(ranges, statistics)
         except BaseException:
             # Without descriptors every request would wait for ever: end the scheduler, and the actor with it.
             import traceback
@@ -119,8 +115,35 @@ class CudaTransport(Transport):
             os.kill(os.getpid(), 9)
 
 
-def _row_statistics(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """float32 [2, C, T]: the L2 norm and the largest absolute value of every row."""
+def _row_statistics(columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every row: L2 norm and largest absolute value, float32 [C, T]; sum of its bits as int16, int64 [C, T]."""
     norms = torch.stack([torch.linalg.vector_norm(c, dim=-1, dtype=torch.float32) for c in columns])
     peaks = torch.stack([torch.linalg.vector_norm(c, ord=float("inf"), dim=-1, dtype=torch.float32) for c in columns])
-    return torch.stack([norms, peaks])
+    sums = torch.stack([c.contiguous().view(torch.int16).sum(-1, dtype=torch.int64) for c in columns])
+    return norms, peaks, sums
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass
+class RowStatistics:
+    """Of a batch, on the host; see `_row_statistics`."""
+
+    norms: torch.Tensor
+    peaks: torch.Tensor
+    sums: torch.Tensor
+
+    def of(self, rows: RowRange) -> list[list[float]]:
+        """One [sum_squares, absmax, nonfinite_rows, zero_rows, checksum] a column, over one request's rows."""
+        part = slice(rows.row, rows.row + rows.count)
+        norms, peaks, sums = (t[:, part].numpy() for t in (self.norms, self.peaks, self.sums))
+        finite = np.isfinite(peaks)
+        squares = np.where(finite, norms.astype(np.float64) ** 2, 0.0).sum(axis=1)
+        absmax = np.where(finite, peaks, 0.0).max(axis=1)
+        return [
+            [float(squares[c]), float(absmax[c]), int((~finite[c]).sum()), int((peaks[c] == 0).sum()), checksum]
+            for c, checksum in enumerate(weighted_checksum(row_sums, rows.start) for row_sums in sums)
+        ]

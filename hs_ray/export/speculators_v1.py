@@ -16,7 +16,7 @@ class SpeculatorsV1Exporter(Exporter):
     def layers_note(self) -> dict[str, Any]:
         return {
             "layer_ids": [*self.choice.outputs_of, self.num_hidden_layers - 1],
-            "meaning": "output of decoder layer i, counted from 0 (-1: embeddings); the last is the state before the norm",
+            "meaning": "output of decoder layer i, from 0 (-1: embeddings); the last is the state before the norm",
             "use": "train.py --data-path FOLDER (a release of speculators before 2026-08-15)",
         }
 

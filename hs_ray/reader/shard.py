@@ -27,10 +27,8 @@ READ_ERRORS = (OSError, ValueError, pa.ArrowException)
 
 def join_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """uint8 [n] sign-and-exponent bytes and uint8 [n] mantissa bytes -> uint16 [n], the bf16 bits."""
-    both = np.empty((len(high), 2), dtype=np.uint8)
-    both[:, 0] = low  # little-endian
-    both[:, 1] = high
-    return both.reshape(-1).view(np.uint16)
+    bits = np.left_shift(high, 8, dtype=np.uint16, casting="unsafe")
+    return np.bitwise_or(bits, low, out=bits)
 
 
 def cell_bytes(table: pa.Table, column: str) -> np.ndarray:
@@ -148,12 +146,14 @@ class ShardFile:
                 self._read_local(row, name, offset, outs[name])
         elif plain:
             self._read_remote(row, plain, outs)
-        for name in outs.keys() - plain.keys():
-            stored = stored_columns([name], self._compression)
-            table = self._read(lambda stored=stored: self._parquet.read_row_group(row, stored, use_threads=False))
-            state = self._read(lambda name=name, table=table: decode_state(table, name, self._compression))
-            self._check_length(row, name, state.nbytes, outs[name].nbytes)
-            outs[name][:] = state.reshape(outs[name].shape)
+        coded = [name for name in outs if name not in plain]
+        if coded:
+            stored = stored_columns(coded, self._compression)
+            table = self._read(lambda: self._parquet.read_row_group(row, stored, use_threads=False))
+            for name in coded:
+                state = self._read(lambda name=name: decode_state(table, name, self._compression))
+                self._check_length(row, name, state.nbytes, outs[name].nbytes)
+                outs[name][:] = state.reshape(outs[name].shape)
 
     def _value_offset(self, row: int, column: str, nbytes: int) -> int | None:
         """Where the value's bytes begin in the file; None if it is stored in a way that needs the decoder."""

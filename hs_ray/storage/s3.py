@@ -72,12 +72,13 @@ class S3Storage(Storage):
         return self._client.abort_uploads(self._key(""))
 
     def check_writable(self) -> None:
-        patience = self._client.retry_seconds
-        self._client.retry_seconds = min(patience, 20.0)  # a wrong endpoint should not take ten minutes to say so
+        # A wrong endpoint should not take ten minutes to say so.
+        patient = self._client
+        self._client = S3Client(patient.bucket, patient.options | {"retry_seconds": min(patient.retry_seconds, 20.0)})
         try:
             super().check_writable()
         finally:
-            self._client.retry_seconds = patience
+            self._client = patient
 
 
 class _RangeFile(io.RawIOBase):

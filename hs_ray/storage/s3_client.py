@@ -1,74 +1,46 @@
-"""S3 requests with one retry policy: every request is tried again while the store is only unwell.
+"""S3 for any thread: a few connections, each with an event loop of its own.
 
-s3fs brings the connection (credentials from the usual AWS places, region, endpoint) and its event loop; the
-requests are made here, because s3fs retries by request kind, uploads parts in lockstep and leaves the answer
-lost in transit to its caller. Here: 5xx, SlowDown, time-outs and dropped connections are tried again with growing
-pauses for `retry_seconds`; a lost answer is resolved by looking at what is there; a refusal (403, no such
-bucket, no credentials) is an OutputError at once; 404 is FileNotFoundError.
+One event loop is one core, and checksums, signatures and TLS take it a second for a few hundred megabytes, so
+shards are uploaded over several at once. Everything small goes over the first.
 
-Options besides those of `s3fs.S3FileSystem`: `part_bytes` (32 MiB), `max_concurrency` (10: parts in memory at
-once, over all uploads of a process), `retry_seconds` (600), `scratch_dir` (where shards are made before upload).
+Options besides those of `s3fs.S3FileSystem`: `part_bytes` (32 MiB), `max_concurrency` (16: parts in memory at
+once, over all uploads of a process), `upload_loops` (4: uploads that run truly in parallel), `retry_seconds` (600),
+`scratch_dir` (where shards are made before upload; else the system's folder for temporary files).
 """
 
 import asyncio
-import contextlib
-import errno
-import logging
+import json
 import os
-import random
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import aiohttp
-import botocore.exceptions as boto
 import s3fs
 from fsspec.asyn import sync
 
-from hs_ray.errors import HsRayError, OutputError
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-MAX_PARTS = 10_000
-READERS = 64  # small objects read at once
-TRANSIENT_CODES = {
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "RequestLimitExceeded",
-    "RequestTimeout",
-    "InternalError",
-    "ServiceUnavailable",
-    "ConditionalRequestConflict",  # two conditional writes of one key at once: AWS says to try again
-    "OperationAborted",
-    "IncompleteBody",
-    "BadDigest",  # damaged on the way: the checksum did its work
-    "XAmzContentSHA256Mismatch",
-    "XAmzContentChecksumMismatch",
-}
-TRANSIENT_ERRORS = (
-    boto.HTTPClientError,  # connection refused, closed, timed out, answer cut off
-    boto.IncompleteReadError,
-    boto.FlexibleChecksumError,
-    aiohttp.ClientError,
-    asyncio.TimeoutError,
-    ConnectionError,
-)
-REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "NoSuchBucket"}
-NO_CREDENTIALS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.TokenRetrievalError)
+from hs_ray.storage.s3_requests import READERS, S3Requests
 
 
-def is_transient(error: BaseException) -> bool:
-    if isinstance(error, boto.ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return status >= 500 or status == 429 or error.response.get("Error", {}).get("Code") in TRANSIENT_CODES
-    parse_error = type(error).__name__ == "ResponseParserError"  # a throttled store may answer with broken XML
-    return isinstance(error, TRANSIENT_ERRORS) or parse_error
+_file_systems: dict[tuple[int, int, str], s3fs.S3FileSystem] = {}
+_file_systems_lock = threading.Lock()
+
+
+def _file_system(number: int, settings: dict[str, Any]) -> s3fs.S3FileSystem:
+    """One for each process, number and setting, kept until the process ends.
+
+    Making one takes a third of a second; and one that is collected while another loop runs complains aloud.
+    """
+    key = (os.getpid(), number, json.dumps(settings, sort_keys=True, default=str))
+    with _file_systems_lock:
+        if key not in _file_systems:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name=f"s3-{number}", daemon=True).start()
+            _file_systems[key] = s3fs.S3FileSystem(loop=loop, **settings)
+        return _file_systems[key]
 
 
 class S3Client:
-    """One bucket. Safe to use from several threads; picklable; connects on first use in each process."""
+    """One bucket. Picklable; connects on first use in each process, for s3fs does not survive a fork."""
 
     def __init__(self, bucket: str, options: Mapping[str, Any]):
         self.bucket = bucket
@@ -76,207 +48,71 @@ class S3Client:
         own = dict(options)
         self.part_bytes = int(own.pop("part_bytes", 32 * 2**20))
         self.retry_seconds = float(own.pop("retry_seconds", 600))
-        self.concurrency = int(own.pop("max_concurrency", 10))
+        self.concurrency = int(own.pop("max_concurrency", 16))
+        self.upload_loops = int(own.pop("upload_loops", 4))
         own.pop("scratch_dir", None)
         config: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60}
         config["max_pool_connections"] = self.concurrency + READERS
         config |= dict(own.pop("config_kwargs", {}))
-        config["retries"] = {"total_max_attempts": 1}  # retries are ours alone
-        self._connection = own | {"config_kwargs": config, "skip_instance_cache": True, "use_listings_cache": False}
-        self._fs: s3fs.S3FileSystem | None = None
+        config["retries"] = {"total_max_attempts": 1}  # see S3Requests
+        fresh = {"skip_instance_cache": True, "use_listings_cache": False}
+        self._settings = own | fresh | {"config_kwargs": config}
+        self._lock = threading.Lock()
+        self._connections: dict[int, S3Requests] = {}
         self._pid = 0
+        self._turn = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.bucket, self.options)
 
-    @property
-    def fs(self) -> s3fs.S3FileSystem:
-        """The connection of this process: s3fs does not survive a fork."""
-        if self._fs is None or self._pid != os.getpid():
-            fs = s3fs.S3FileSystem(**self._connection)
-            fs.retries = 1
-            self._uploads = asyncio.Semaphore(self.concurrency)
-            self._reads = asyncio.Semaphore(READERS)
-            self._fs, self._pid = fs, os.getpid()
-        return self._fs
+    def _connection(self, number: int) -> S3Requests:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._connections, self._pid = {}, os.getpid()
+            if number not in self._connections:
+                fs, parts = _file_system(number, self._settings), max(1, self.concurrency // self.upload_loops)
+                self._connections[number] = S3Requests(fs, self.bucket, self.part_bytes, parts, self.retry_seconds)
+            return self._connections[number]
 
-    def _run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        return sync(self.fs.loop, function, *args)
-
-    # --- requests, on the event loop ---
-
-    async def _retry(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
-        start, pause = time.monotonic(), 0.1
-        while True:
-            try:
-                return await request()
-            except Exception as error:
-                cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
-                waited = time.monotonic() - start
-                if not is_transient(cause):
-                    raise self._explain(what, cause) from error
-                if waited + pause > self.retry_seconds:
-                    text = f"{what}: still failing after {waited:.0f} s ({type(cause).__name__}: {cause})"
-                    raise OSError(errno.EIO, text) from error
-                log.warning("%s: %s; trying again in %.1f s", what, cause, pause)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, 15.0)
-
-    def _explain(self, what: str, cause: BaseException) -> BaseException:
-        """What hs_ray raises for an error that another try will not mend."""
-        if isinstance(cause, NO_CREDENTIALS):
-            return OutputError(f"{what}: {cause}; set AWS_ACCESS_KEY_ID, AWS_PROFILE or anon=true")
-        if not isinstance(cause, boto.ClientError):
-            return cause
-        code = cause.response.get("Error", {}).get("Code", "")
-        status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if code in REFUSED_CODES or status in (401, 403):
-            return OutputError(f"{what}: refused by the store: {cause}")
-        if status == 404:
-            return FileNotFoundError(errno.ENOENT, f"{what}: {cause}")
-        if status == 412:
-            return FileExistsError(errno.EEXIST, f"{what}: {cause}")
-        return OSError(errno.EIO, f"{what}: {cause}")
-
-    async def _call(self, method: str, **kwargs: Any) -> dict[str, Any]:
-        what = f"s3://{self.bucket}/{kwargs.get('Key', kwargs.get('Prefix', ''))}: {method}"
-        return await self._retry(what, lambda: self.fs._call_s3(method, Bucket=self.bucket, **kwargs))
-
-    async def _get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        extra = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
-
-        async def request() -> bytes:
-            answer = await self.fs._call_s3("get_object", Bucket=self.bucket, Key=key, **extra)
-            async with answer["Body"] as body:
-                data = await body.read()
-            if len(data) != answer["ContentLength"]:
-                raise ConnectionError(f"answer cut off: {len(data)} of {answer['ContentLength']} bytes")
-            return data
-
-        async with self._reads:
-            return await self._retry(f"s3://{self.bucket}/{key}: get_object", request)
-
-    async def _get_range(self, key: str, start: int, length: int) -> bytes:
-        """A long range comes as several requests at once: one stream of S3 gives about 100 MB/s."""
-        stop, step = start + length, self.part_bytes
-        spans = [(at, min(step, stop - at)) for at in range(start, stop, step)]
-        return b"".join(await asyncio.gather(*[self._get(key, at, count) for at, count in spans]))
-
-    async def _get_many(self, keys: Sequence[str]) -> list[bytes]:
-        return list(await asyncio.gather(*[self._get(key) for key in keys]))
-
-    async def _create(self, key: str, data: bytes) -> bool:
-        try:
-            await self._call("put_object", Key=key, Body=data, IfNoneMatch="*")
-            return True
-        except FileExistsError:
-            # Our own earlier try may have arrived although its answer was lost: `data` names its writer.
-            with contextlib.suppress(FileNotFoundError):
-                return await self._get(key) == data
-            return False
-
-    async def _list(self, prefix: str) -> list[tuple[str, int, float]]:
-        found: list[tuple[str, int, float]] = []
-        more: dict[str, str] = {}
-        while True:
-            page = await self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
-            for item in page.get("Contents", []):
-                found.append((item["Key"], item["Size"], item["LastModified"].timestamp()))
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
-
-    async def _upload(self, fd: int, size: int, key: str) -> None:
-        part_bytes = max(self.part_bytes, -(-size // MAX_PARTS))
-        if size <= part_bytes:
-            async with self._uploads:
-                body = await asyncio.to_thread(os.pread, fd, size, 0)
-                await self._call("put_object", Key=key, Body=body)
-        else:
-            await self._upload_parts(fd, size, key, part_bytes)
-        stored = (await self._call("head_object", Key=key))["ContentLength"]
-        if stored != size:
-            raise HsRayError(f"s3://{self.bucket}/{key}: {stored} bytes arrived of {size}")
-
-    async def _upload_parts(self, fd: int, size: int, key: str, part_bytes: int) -> None:
-        """Invisible until completed. S3 checks each part against the CRC32 that botocore sends with it."""
-        upload = (await self._call("create_multipart_upload", Key=key))["UploadId"]
-
-        async def send(number: int) -> dict[str, Any]:
-            async with self._uploads:
-                body = await asyncio.to_thread(os.pread, fd, part_bytes, (number - 1) * part_bytes)
-                answer = await self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body)
-            return {"PartNumber": number, "ETag": answer["ETag"]}
-
-        tasks = [asyncio.ensure_future(send(i + 1)) for i in range(-(-size // part_bytes))]
-        try:
-            parts = {"Parts": list(await asyncio.gather(*tasks))}
-            try:
-                await self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=parts)
-            except FileNotFoundError:  # completed by an earlier try whose answer was lost: head_object decides
-                log.info("s3://%s/%s: upload already completed", self.bucket, key)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # no part may arrive after the abort
-            with contextlib.suppress(Exception):  # else the next start aborts it
-                await self.fs._call_s3("abort_multipart_upload", Bucket=self.bucket, Key=key, UploadId=upload)
-            raise
-
-    async def _abort_uploads(self, prefix: str) -> int:
-        aborted = 0
-        marks: dict[str, str] = {}
-        while True:
-            page = await self._call("list_multipart_uploads", Prefix=prefix, **marks)
-            for item in page.get("Uploads", []):
-                with contextlib.suppress(FileNotFoundError):
-                    await self._call("abort_multipart_upload", Key=item["Key"], UploadId=item["UploadId"])
-                aborted += 1
-            if not page.get("IsTruncated"):
-                return aborted
-            marks = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    # --- for any thread ---
+    def _run(self, method: Any, *args: Any, connection: int = 0, **kwargs: Any) -> Any:
+        requests = self._connection(connection)
+        return sync(requests.fs.loop, method, requests, *args, **kwargs)
 
     def get(self, key: str) -> bytes:
-        return self._run(self._get, key)
+        """Raises FileNotFoundError."""
+        return self._run(S3Requests.get, key)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._run(self._get_range, key, start, length)
+        return self._run(S3Requests.get_range, key, start, length)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        return self._run(self._get_many, keys)
+        return self._run(S3Requests.get_many, keys)
 
     def size(self, key: str) -> int:
         """Bytes of an object. Raises FileNotFoundError."""
-
-        async def head() -> int:
-            return int((await self._call("head_object", Key=key))["ContentLength"])
-
-        return self._run(head)
+        return self._run(S3Requests.size, key)
 
     def put(self, key: str, data: bytes) -> None:
-        async def request() -> None:
-            await self._call("put_object", Key=key, Body=data)
-
-        self._run(request)
+        self._run(S3Requests.call, "put_object", Key=key, Body=data)
 
     def create(self, key: str, data: bytes) -> bool:
-        return self._run(self._create, key, data)
+        """False if the key exists with other content."""
+        return self._run(S3Requests.create, key, data)
 
     def delete(self, key: str) -> None:
-        async def request() -> None:
-            await self._call("delete_object", Key=key)
-
-        self._run(request)
+        self._run(S3Requests.call, "delete_object", Key=key)
 
     def list_prefix(self, prefix: str) -> list[tuple[str, int, float]]:
         """(key, bytes, unix time) of the objects whose key starts so and has no further `/`; 1,000 a request."""
-        return self._run(self._list, prefix)
+        return self._run(S3Requests.list_prefix, prefix)
 
     def upload(self, fd: int, size: int, key: str) -> None:
         """A whole local file; parallel parts; the object is there completely or not at all."""
-        self._run(self._upload, fd, size, key)
+        with self._lock:
+            self._turn += 1
+            turn = self._turn % self.upload_loops
+        self._run(S3Requests.upload, fd, size, key, connection=1 + turn)
 
     def abort_uploads(self, prefix: str) -> int:
-        return self._run(self._abort_uploads, prefix)
+        """Abort the unfinished uploads under a prefix; returns how many there were."""
+        return self._run(S3Requests.abort_uploads, prefix)

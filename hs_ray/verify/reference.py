@@ -20,7 +20,8 @@ import torch
 from hs_ray.errors import ConfigError, UnsupportedError
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import CaptureSpec
-from hs_ray.verify.report import Report
+from hs_ray.verify.argmax import model_folder
+from hs_ray.verify.report import ReferenceReport
 
 FACTOR = 1.5  # design target, over all compared tokens
 FLOOR = 0.004  # half a unit in the last place of bf16: errors below are storage
@@ -65,13 +66,6 @@ class Errors:
     @property
     def token(self) -> float:
         return float((self.token_squares / max(self.tokens, 1)) ** 0.5)
-
-
-@dataclass
-class ReferenceReport(Report):
-    """A report with one line of errors a column."""
-
-    table: list[str] = field(default_factory=list)
 
 
 class TransformersReference:
@@ -145,7 +139,7 @@ def verify_reference(
     """Compare `samples` random samples, all of them if there are no more. Holds the model twice: fp32 and bf16."""
     dataset = HiddenStatesDataset(path, incomplete=incomplete, rank=0, world_size=1, storage_options=storage_options)
     spec, run = dataset.output.spec, dataset.output.run
-    where = model_path or run["model"]["path"]
+    where = model_folder(run, model_path)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     trust = bool(run["config"]["model"].get("trust_remote_code", False))
     truth = TransformersReference(where, spec, torch.float32, device, trust)

@@ -53,3 +53,10 @@ class Report:
         if len(self.problems) > MAX_SHOWN:
             shown.append(f"... and {len(self.problems) - MAX_SHOWN} more")
         return shown
+
+
+@dataclass
+class ReferenceReport(Report):
+    """A comparison with a reference: `table` has its figures, for people."""
+
+    table: list[str] = field(default_factory=list)

@@ -26,7 +26,7 @@ def test_figures(made: MadeOutput):
     assert d.raw_bytes == sum(tokens) * 4 * H * 2
     assert d.bytes == sum(made.shard(unit).stat().st_size for unit in range(3))
     assert d.lengths["max"] == 128 and d.lengths["min"] == 1
-    assert sum(count for _, count in d.histogram) == 12 and (64, 4) in d.histogram  # 33 to 64 tokens
+    assert sum(count for _, count in d.histogram) == 12 and (64, 5) in d.histogram  # 33 to 64 tokens
     assert d.rejects == {"not_json": 2, "engine_error": 1}
     norms = {n.column: n for n in d.norms}
     expected = np.linalg.norm(to_float(made.states[0]["hidden_4"]), axis=1)

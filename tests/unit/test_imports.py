@@ -33,7 +33,7 @@ def modules() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if name != "__init__":
+        if name not in ("__init__", "__main__"):
             found.setdefault(name, []).append(path)
     return found
 

@@ -26,6 +26,7 @@ from hs_ray.manifest import (
 )
 from hs_ray.schema import ColumnStats, Marker, Reject, layer_spellings
 from hs_ray.storage import Storage, open_storage
+from hs_ray.storage.s3_requests import S3Requests
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.integration)])
@@ -172,13 +173,9 @@ def test_a_shard_committed_meanwhile_stays(storage: Storage) -> None:
 
 @pytest.mark.integration
 def test_unfinished_uploads_are_leftovers(s3: Bucket) -> None:
-    s3.storage()._client._run(_begin_upload, s3)  # type: ignore[attr-defined]
+    begin = "create_multipart_upload"
+    s3.storage()._client._run(S3Requests.call, begin, Key="runs/out/shards/unit-000000-0001-aa.parquet")  # type: ignore[attr-defined]
     assert s3.uploads() == 1 and clean_leftovers(s3.storage(), 1, {}) == 1 and s3.uploads() == 0
-
-
-async def _begin_upload(s3: Bucket) -> None:
-    client = s3.storage()._client  # type: ignore[attr-defined]
-    await client._call("create_multipart_upload", Key="runs/out/shards/unit-000000-0001-aa.parquet")
 
 
 def test_a_lost_lease_clears_nothing(storage: Storage) -> None:

@@ -261,3 +261,34 @@ def test_importing_the_reader_loads_no_engine():
     code = f"import sys, hs_ray.reader; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# ---- S3 ----
+
+
+@pytest.fixture
+def bucket(made: MadeOutput, s3):
+    """The output on a real S3 server."""
+    storage = s3.storage()
+    for file in made.path.rglob("*"):
+        if file.is_file():
+            storage.write(file.relative_to(made.path).as_posix(), file.read_bytes())
+    return s3
+
+
+@pytest.mark.integration
+def test_s3_bit_exact_with_one_request_a_sample_for_its_states(made: MadeOutput, bucket):
+    dataset = HiddenStatesDataset(bucket.url, storage_options=bucket.options)
+    dataset[0]  # opens the first shard
+    before = len(bucket.requests)
+    dataset[1]
+    assert len(bucket.requests) - before <= 3  # small columns, states
+    assert_equals_truth(dataset, made)
+
+
+@pytest.mark.integration
+def test_s3_behind_forked_workers(made: MadeOutput, bucket):
+    dataset = HiddenStatesDataset(bucket.url, columns=["hidden_5"], storage_options=bucket.options)
+    dataset[0]  # connected before the fork
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert ids(loader) == [made.samples[i].sample_id for i in made.committed]
