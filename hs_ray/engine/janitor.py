@@ -51,13 +51,23 @@ def _started(pid: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
-def _mapped(pid: int) -> set[str]:
-    """Files in /dev/shm that a process has mapped."""
+def _mapped(pid: int) -> set[int]:
+    """Inodes of the files in /dev/shm that a process has mapped.
+
+    Not names: a semaphore is mapped under a temporary one that is gone, and linked to its own afterwards.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return set()
-    return {line[line.index(SHM) :] for line in lines if SHM in line and not line.endswith("(deleted)")}
+    return {int(line.split()[4]) for line in lines if SHM in line}
+
+
+def _unlink(inodes: set[int]) -> None:
+    for entry in Path(SHM).iterdir():
+        with contextlib.suppress(OSError):
+            if entry.lstat().st_ino in inodes:
+                entry.unlink()
 
 
 def watch(pid: int) -> None:
@@ -67,7 +77,7 @@ def watch(pid: int) -> None:
     except ProcessLookupError:
         return
     family: dict[int, str] = {}
-    files: set[str] = set()
+    files: set[int] = set()
     while not select.select([handle], [], [], LOOK_SECONDS)[0]:
         for member in _descendants(pid) - {pid}:
             started = _started(member)
@@ -80,9 +90,7 @@ def watch(pid: int) -> None:
             with contextlib.suppress(OSError):
                 os.kill(member, signal.SIGKILL)
     in_use = set().union(*(_mapped(other) for other in _parents() if other not in family and other != pid))
-    for file in files - in_use:
-        with contextlib.suppress(OSError):
-            os.unlink(file)
+    _unlink(files - in_use)
 
 
 def main() -> None:

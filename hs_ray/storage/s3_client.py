@@ -20,7 +20,6 @@ from fsspec.asyn import sync
 
 from hs_ray.storage.s3_requests import READERS, S3Requests
 
-
 _file_systems: dict[tuple[int, int, str], s3fs.S3FileSystem] = {}
 _file_systems_lock = threading.Lock()
 

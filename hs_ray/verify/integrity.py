@@ -10,7 +10,7 @@ from typing import Any
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.plan import read_unit
 from hs_ray.reader.output import OUR_SHARD, load_json, load_run, run_spec
-from hs_ray.schema import DONE, MANIFEST, REJECTS, RUN_JSON, SAMPLES, SHARDS, Marker, Sample, marker_path, unit_name
+from hs_ray.schema import DONE, MANIFEST, REJECTS, RUN_JSON, SAMPLES, SHARDS, Marker, marker_path, unit_name
 from hs_ray.storage import Storage
 from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.report import Report
@@ -35,8 +35,8 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
     if manifest and manifest.get("complete"):
         _against_manifest(manifest, markers, run, report)
     _files(storage, markers, bool(manifest), report)
-    planned, lines = _plan(storage, run, markers, report)
-    _shards(storage, run, markers, planned, report, workers)
+    lines, readable = _plan(storage, run, report)
+    _shards(storage, run, [m for m in markers.values() if m.unit in readable], report, workers)
     _conservation(storage, run, markers, manifest, lines, report)
     return report
 
@@ -112,22 +112,19 @@ def _files(storage: Storage, markers: dict[int, Marker], finished: bool, report:
             report.add("marker", marker_path(unit), f"names no shard and yet counts {marker.samples} samples")
 
 
-def _plan(
-    storage: Storage, run: dict[str, Any], markers: dict[int, Marker], report: Report
-) -> tuple[dict[int, list[Sample]], Counter[tuple[str, int]]]:
-    """The planned samples of each unit with a marker, and how often each (source, line) of the whole plan is there."""
-    planned, lines, ids, total = {}, Counter[tuple[str, int]](), Counter[str](), 0
+def _plan(storage: Storage, run: dict[str, Any], report: Report) -> tuple[Counter[tuple[str, int]], set[int]]:
+    """How often each (source, line) is in the plan, and the units whose plan can be read. One in memory at a time."""
+    lines, ids, readable = Counter[tuple[str, int]](), Counter[str](), set()
     for unit in range(run["plan"]["units"]):
         try:
             samples = read_unit(storage, unit, run["plan"]["units_per_file"])
         except OutputError as error:
             report.add("plan", SAMPLES, str(error))
             continue
-        total += len(samples)
+        readable.add(unit)
         lines.update((sample.source, sample.line) for sample in samples)
         ids.update(sample.sample_id for sample in samples)
-        if unit in markers:
-            planned[unit] = samples
+    total = lines.total()
     if total != run["plan"]["samples"]:
         report.add("plan", SAMPLES, f"holds {total} samples, {RUN_JSON} says {run['plan']['samples']}")
     for what, counter in (("sample_id", ids), ("source and line", lines)):
@@ -136,29 +133,29 @@ def _plan(
             report.add(
                 "plan", SAMPLES, f"{len(twice)} values of {what} are there more than once, the first is {twice[0]!r}"
             )
-    return planned, lines
+    return lines, readable
 
 
 def _shards(
     storage: Storage,
     run: dict[str, Any],
-    markers: dict[int, Marker],
-    planned: dict[int, list[Sample]],
+    markers: list[Marker],
     report: Report,
     workers: int | None,
 ) -> None:
     """Audit the shards in parallel (hashing and array work let other threads run), compare their samples in order."""
     spec = run_spec(run)
     present = {info.path for info in storage.list(SHARDS)}
-    chosen = [marker for marker in markers.values() if marker.shard in present and marker.unit in planned]
+    chosen = [marker for marker in markers if marker.shard in present]
     content = ContentChecks(sum(marker.samples for marker in chosen), len(spec.columns))
 
     def audit(marker: Marker) -> ShardAudit:
         failed = {reject.sample_id for reject in marker.failed}
-        samples = [sample for sample in planned[marker.unit] if sample.sample_id not in failed]
-        return audit_shard(storage, run, spec.columns, marker, samples, probe=True)
+        planned = read_unit(storage, marker.unit, run["plan"]["units_per_file"])
+        samples = [sample for sample in planned if sample.sample_id not in failed]
+        return audit_shard(storage, run, spec.columns, marker, samples)
 
-    for marker in markers.values():
+    for marker in markers:
         if marker.fingerprint != run["fingerprint"]:
             report.add(
                 "fingerprint",
@@ -224,17 +221,21 @@ def _conservation(
                 "conservation", MANIFEST, f"{name} is {manifest['counts'].get(name)!r}, plan and markers give {value}"
             )
     files = [info.path for info in storage.list(REJECTS)]
-    listed = [json.loads(line) for data in storage.read_many(files) for line in data.splitlines() if line.strip()]
+    try:
+        listed = [json.loads(line) for data in storage.read_many(files) for line in data.splitlines() if line.strip()]
+    except ValueError as error:
+        report.add("conservation", REJECTS, f"cannot be read ({error})")
+        return
     lines = Counter((entry["source"], entry["line"]) for entry in listed)
     if len(listed) != plan["rejected"] + len(failed) or max(lines.values(), default=1) > 1:
         without = f"{plan['rejected']} rejected + {len(failed)} failed"
         report.add(
             "conservation", REJECTS, f"{len(listed)} entries for {len(lines)} lines; without states are {without}"
         )
-    both = [key for key in lines if key in planned and key not in {(r.source, r.line) for r in failed}]
+    both = lines.keys() & planned.keys() - {(reject.source, reject.line) for reject in failed}
     if both:
         report.add(
             "conservation",
             REJECTS,
-            f"{len(both)} lines are listed though they are samples with states, the first is {both[0]}",
+            f"{len(both)} lines are listed though they are samples with states, the first is {min(both)}",
         )

@@ -29,11 +29,11 @@ class ShardAudit:
 
 
 def audit_shard(
-    storage: Storage, run: dict[str, Any], columns: tuple[str, ...], marker: Marker, planned: list[Sample], probe: bool
+    storage: Storage, run: dict[str, Any], columns: tuple[str, ...], marker: Marker, planned: list[Sample]
 ) -> ShardAudit:
     """All checks that need one shard alone.
 
-    planned: the unit's samples that should be in it; probe: also hand on what the checks across shards need.
+    planned: the unit's samples that should be in it.
     """
     audit = ShardAudit()
     path = str(marker.shard)
@@ -49,7 +49,7 @@ def audit_shard(
         audit.report.add("file", path, f"not a readable Parquet file ({error})")
         return audit
     if _footer_fits(parquet, path, run, columns, audit.report):
-        _Rows(parquet, path, run, columns, planned, audit).check(marker, probe)
+        _Rows(parquet, path, run, columns, planned, audit).check(marker)
     return audit
 
 
@@ -116,7 +116,7 @@ class _Rows:
         self.compression: str = run["config"]["output"]["compression"]
         self.stats = {name: ColumnStats() for name in columns}
 
-    def check(self, marker: Marker, probe: bool) -> None:
+    def check(self, marker: Marker) -> None:
         expected = self._expected()
         counts = {"rows": self.parquet.num_row_groups, "samples": 0, "tokens": 0}
         shared = dict(
@@ -137,7 +137,7 @@ class _Rows:
             counts["tokens"] += row["num_tokens"]
             self._against_plan(number, row, expected[number] if number < len(expected) else None)
             states = self._states(number, row, table)
-            if probe and row["token_start"] == 0 and len(states) == len(self.columns):
+            if row["token_start"] == 0 and len(states) == len(self.columns):
                 common = shared.get(row["sample_id"], 0)
                 self.audit.probes.append(
                     probe_sample(row["sample_id"], self.path, row["input_ids"], states, common, self.last)

@@ -122,7 +122,7 @@ def test_ten_thousand_markers_are_few_requests(s3: Bucket) -> None:
     }
     print(f"{units} markers: {len(s3.requests)} requests, {took:.1f} s")
     assert kinds == {"list-type": 10 + 10 + 1, "/_run/done/unit": units - indexed, "/_run/index/": 10}
-    assert took < 20
+    assert took < 60
 
 
 def test_the_index_never_outvotes_a_marker(storage: Storage) -> None:

@@ -244,7 +244,7 @@ def test_no_credentials(s3: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(OutputError, match="AWS_ACCESS_KEY_ID"):
-        s3.storage().check_writable()
+        s3.storage(config_kwargs={"read_timeout": 59}).check_writable()  # a connection that no test has made yet
 
 
 @pytest.mark.integration

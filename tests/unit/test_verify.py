@@ -26,8 +26,10 @@ from make_output import (
 
 from hs_ray import schema
 from hs_ray.errors import ConfigError, OutputError
+from hs_ray.reader import HiddenStatesDataset
 from hs_ray.storage import open_storage
-from hs_ray.verify import verify_integrity, verify_reference
+from hs_ray.verify import verify_argmax, verify_integrity, verify_reference
+from hs_ray.verify.argmax import output_matrix
 from hs_ray.verify.content import own_token_scores
 from hs_ray.verify.rows import measure, repeated_rows, shared_prefix, stats_differ
 
@@ -307,3 +309,34 @@ def test_job_exit_codes(made: MadeOutput, tmp_path: Path):
     assert bad.returncode == 1 and "PROBLEM checksum" in bad.stdout
     none = run(tmp_path / "nothing")
     assert none.returncode == 2 and "Traceback" not in none.stderr
+
+
+def test_argmax_is_a_figure(made: MadeOutput):
+    report = verify_argmax(str(made.path), samples=99)
+    assert report.ok and "t-1" in report.table[0] and "t+2" in report.table[0]
+    assert report.counts["tokens_compared"] > 300
+
+
+def test_argmax_finds_the_next_token_of_greedy_text(made: MadeOutput):
+    """The text is changed so that each next token is the model's choice: what greedy answers are."""
+    dataset = HiddenStatesDataset(str(made.path), columns=["final_pre_norm"])
+    head = output_matrix(str(made.model), "tiny")
+
+    def change(rows: Rows) -> Rows:
+        for row, sample in zip(rows, dataset, strict=False):
+            choice = (dataset.to_post_norm(sample["final_pre_norm"]) @ head.T).argmax(-1).numpy()
+            row["input_ids"] = np.concatenate([row["input_ids"][:1], choice[:-1]]).astype(np.int32)
+        return rows
+
+    rewrite(made, 0, change)
+    (made.path / schema.MANIFEST).unlink()
+    for unit in (1, 2):
+        (made.path / schema.marker_path(unit)).unlink()
+    table = verify_argmax(str(made.path), samples=99, incomplete=True).table
+    assert "t+1 100.0%" in table[0]
+
+
+def test_argmax_needs_a_final_state(tmp_path: Path):
+    made = make_output(tmp_path / "out", final="none")
+    with pytest.raises(ConfigError, match="needs a final state"):
+        verify_argmax(str(made.path))
