@@ -68,8 +68,22 @@ OWNED_ENGINE_ARGS = {
     "host": _NO_SERVER,
     "port": _NO_SERVER,
     "api_key": _NO_SERVER,
-    "load_format": "weights are read from safetensors alone; other formats run code when read",
+    "max_prefill_tokens": "follows from engine.chunked_prefill_size; use that key",
+    "disable_decode_cuda_graph": "no decode step is ever run",
+    "enable_pdmux": f"{_ONE_FORWARD}; split prefill goes around the capture",
+    "enable_single_batch_overlap": f"{_ONE_FORWARD}; it goes around the loop that captures",
+    "attn_cp_size": f"{_ONE_FORWARD}; context parallelism spreads a sample's rows over the GPUs",
+    "enable_prefill_cp": f"{_ONE_FORWARD}; context parallelism spreads a sample's rows over the GPUs",
+    "enable_dp_attention": f"{_ONE_FORWARD}; with it each rank holds other samples' rows: use engine.replicas",
+    "attn_dp_size": f"{_ONE_FORWARD}; with it each rank holds other samples' rows: use engine.replicas",
+    "enable_lmcache": _NO_CACHE,
+    "speculative_draft_model_path": f"{_ONE_FORWARD}; with speculation there would be fewer states than tokens",
+    "enable_lora": "adapters change the states without changing the model's digest: merge them into a folder",
+    "lora_paths": "adapters change the states without changing the model's digest: merge them into a folder",
+    "forward_hooks": "other hooks on the same modules could change what is captured",
+    "use_ray": "the engine runs below hs_ray's own actor",
 }
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def check(job: Any) -> list[str]:
@@ -145,6 +159,9 @@ def _engine_problems(engine: EngineConfig) -> Iterator[str]:
         spelling = str(name).replace("-", "_").lstrip("_")
         if spelling in OWNED_ENGINE_ARGS:
             yield _text(f"engine.args.{name}", value, OWNED_ENGINE_ARGS[spelling])
+        if spelling == "load_format" and value not in LOAD_FORMATS:
+            allowed = f"one of {', '.join(LOAD_FORMATS)}; other formats run code when read"
+            yield _text(f"engine.args.{name}", value, allowed)
 
 
 def _output_problems(output: OutputConfig) -> Iterator[str]:

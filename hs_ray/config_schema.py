@@ -211,21 +211,12 @@ class BenchConfig:
     transformers: bool = _key(False, "also time transformers + hooks + torch.save")
     whole_job: bool = _key(True, "also time the whole job through Ray Data")
     plan_samples: int = _key(0, "instead: plan this many made-up samples of 1,000 tokens")
+    plan_chats: int = _key(0, "instead: plan this many made-up chats, tokenized with the model's tokenizer")
     json: str | None = _key(None, "also write the result to this file")
 
 
 @dataclass
-class BenchJob:
-    """jobs/bench.py"""
+class BenchJob(ExtractJob):
+    """jobs/bench.py: the keys of extract, and its own"""
 
-    layers: Any = _key("eagle3", "eagle3, a list of layer ids, or all")
-    max_seq_len: int = _key(8192, "longest sample in tokens")
-    on_too_long: OnTooLong = _key(OnTooLong.truncate, "as in extract")
-    dry_run: bool = _key(False, "as in extract")
     bench: BenchConfig = field(default_factory=BenchConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
-    input: InputConfig = field(default_factory=InputConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)

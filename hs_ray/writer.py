@@ -71,6 +71,7 @@ class ShardWriter:
         self._parquet: pq.ParquetWriter | None = None
         self._hash: GrowingHash | None = None
         self._stats = {name: ColumnStats() for name in spec.columns}
+        self._checksums: dict[str, list[int]] = {}
         self._failed: list[Reject] = []
         self._ids: set[str] = set()
         self._rows = self._tokens = 0
@@ -91,6 +92,7 @@ class ShardWriter:
             self._write_row(sample, start, count, states)
         for name, column in zip(self.spec.columns, stats, strict=True):
             self._stats[name] += column
+        self._checksums[sample.sample_id] = [column.checksum for column in stats]
         self._tokens += sample.num_tokens
 
     def fail(self, sample: Sample, code: str, message: str) -> None:
@@ -186,6 +188,7 @@ class ShardWriter:
             rows=self._rows,
             tokens=self._tokens,
             columns=self._stats,
+            checksums=self._checksums,
             failed=self._failed,
             engine=engine,
             seconds=seconds,

@@ -8,6 +8,6 @@ import sys
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-if ROOT not in sys.path:
+if ROOT not in sys.path and (Path(ROOT) / "hs_ray").is_dir():  # not from a wheel, where jobs/ is part of hs_ray
     sys.path.insert(0, ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")]))

@@ -1,6 +1,5 @@
 """The ways that are timed. Each runs in a process of its own, since an engine ends every child of its process."""
 
-import asyncio
 import shutil
 import tempfile
 import time
@@ -10,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hs_ray.bench.prompts import Prompts
-from hs_ray.engine import cpu
-from hs_ray.engine.options import EngineOptions, server_args
+from hs_ray.engine.bare import BareEngine
 from hs_ray.engine.engine import HiddenStateEngine, Ticket
+from hs_ray.engine.options import EngineOptions
 from hs_ray.extract import extract_unit
 from hs_ray.schema import Sample
 from hs_ray.storage import Storage, open_storage
@@ -45,28 +44,15 @@ class Bare:
     """SGLang as it comes, with our arguments: nothing patched, nothing captured."""
 
     def __init__(self, setting: Setting):
-        if setting.options.device == "cpu":
-            cpu.prepare()
-        from sglang.srt.entrypoints.engine import Engine
-
-        self.engine = Engine(**server_args(setting.options))
-        self.loop = asyncio.new_event_loop()
+        self.engine = BareEngine(setting.options)
 
     def time(self, prompts: Prompts) -> dict[str, float]:
-        async def everything() -> None:
-            await asyncio.gather(
-                *(
-                    self.engine.async_generate(input_ids=p.tolist(), sampling_params={"max_new_tokens": 0})
-                    for p in prompts
-                )
-            )
-
         start = time.perf_counter()
-        self.loop.run_until_complete(everything())
+        self.engine.prefill(prompts)
         return {"seconds": time.perf_counter() - start}
 
     def close(self) -> None:
-        self.engine.shutdown()
+        self.engine.close()
 
 
 class Capture:
@@ -126,6 +112,53 @@ def _units(prompts: Prompts) -> list[list[Sample]]:
         units[-1].append(Sample(f"s{line}", "bench", line, ids, np.ones(len(ids), np.uint8)))
         room -= len(ids)
     return units
+
+
+class Transformers:
+    """What people write by hand: transformers, hooks, `.cpu()`, one `torch.save` a sample."""
+
+    def __init__(self, setting: Setting):
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.setting = setting
+        options = setting.options
+        if options.args.get("load_format") == "dummy":
+            config = AutoConfig.from_pretrained(options.model_path)
+            with torch.device(options.device):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=torch.bfloat16)
+        self.model = model.to(options.device).eval()
+        self.kept: dict[str, Any] = {}
+        inner = self.model.model
+        for name, module in [(f"hidden_{i}", inner.layers[i]) for i in options.spec.layers if i < len(inner.layers)] + [
+            ("final", inner.norm)
+        ]:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self._keep(name, args, kwargs), with_kwargs=True
+            )
+
+    def _keep(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.kept[name] = args[0] if args else kwargs["hidden_states"]
+
+    def time(self, prompts: Prompts) -> dict[str, float]:
+        import torch
+
+        folder = Path(tempfile.mkdtemp(prefix="hs_ray_bench-", dir=self.setting.folder))
+        start = time.perf_counter()
+        try:
+            for index, prompt in enumerate(prompts):
+                ids = torch.from_numpy(prompt.astype("int64"))[None].to(self.setting.options.device)
+                with torch.no_grad():
+                    self.model.model(ids, use_cache=False)
+                torch.save({name: state[0].cpu() for name, state in self.kept.items()}, folder / f"{index}.pt")
+            return {"seconds": time.perf_counter() - start}
+        finally:
+            shutil.rmtree(folder)
+
+    def close(self) -> None:
+        self.kept.clear()
 
 
 def serve(connection: Connection, make: Callable[[Setting], Way], setting: Setting) -> None:

@@ -52,7 +52,9 @@ def check(engine: HiddenStateEngine, seed: int = 0) -> dict[str, float]:
     }
     wrong = [f"{name}: relative error {error:.3f}" for name, error in compared.items() if not error <= TOLERANCE]
     if wrong:
-        raise CanaryError(f"canary: states depend on what else is in the batch (at most {TOLERANCE}): {'; '.join(wrong)}")
+        raise CanaryError(
+            f"canary: states depend on what else is in the batch (at most {TOLERANCE}): {'; '.join(wrong)}"
+        )
     return compared
 
 

@@ -99,7 +99,9 @@ class Capture:
         if self._native_ids:
             if entry.how == "setter":
                 layer_model.set_eagle3_layers_to_capture(list(self._native_ids))
-                flagged = [i for i, layer in enumerate(layer_model.layers) if getattr(layer, "_is_layer_to_capture", False)]
+                flagged = [
+                    i for i, layer in enumerate(layer_model.layers) if getattr(layer, "_is_layer_to_capture", False)
+                ]
                 if flagged != self._native_ids:
                     raise CaptureError(f"asked for layers {self._native_ids}, the model flagged {flagged}")
             else:

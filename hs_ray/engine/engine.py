@@ -194,8 +194,7 @@ class HiddenStateEngine:
 
         input_ids: int32 [S], S >= 1. Raises EngineDiedError.
         """
-        if self._dead:
-            raise EngineDiedError(self._dead)
+        self._check_alive()
         num_tokens = len(input_ids)
         extent, waited = self.ring.reserve(num_tokens * self.options.spec.bytes_per_token)
         if self.poison:
@@ -209,6 +208,10 @@ class HiddenStateEngine:
         if self._dead:  # died in between: nobody else would tell this ticket
             ticket.fail(EngineDiedError(self._dead))
         return ticket
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDiedError(self._dead)
 
     def release(self, ticket: Ticket) -> None:
         """Give the sample's shared memory back; its states must no longer be read."""

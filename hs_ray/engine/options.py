@@ -1,4 +1,4 @@
-"""SGLang server arguments: ours, by device and release, and the user's, checked before any GPU is taken."""
+"""SGLang server arguments: ours, by device and release, and the user's (checked in `config_checks`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,51 +8,6 @@ from hs_ray.schema import CaptureSpec
 
 CPU_CHUNK, CUDA_CHUNK = 2048, 16384  # tokens of one forward pass
 CPU_KV_TOKENS = 40_000
-
-# Arguments that decide whether states are right or that another key already sets; refused in engine.args.
-OWNED = {
-    "model_path": "set model.path",
-    "tokenizer_path": "the engine gets token ids; set model.tokenizer",
-    "revision": "set model.revision",
-    "dtype": "set model.dtype",
-    "trust_remote_code": "set model.trust_remote_code",
-    "device": "set engine.device",
-    "tp_size": "set engine.tp_size",
-    "chunked_prefill_size": "set engine.chunked_prefill_size",
-    "max_prefill_tokens": "follows engine.chunked_prefill_size",
-    "mem_fraction_static": "set engine.mem_fraction_static",
-    "attention_backend": "set engine.attention_backend",
-    "context_length": "set max_seq_len",
-    "skip_tokenizer_init": "the engine gets token ids and returns no text",
-    "allow_auto_truncate": "samples would be cut in silence; max_seq_len and on_too_long decide",
-    "disable_radix_cache": "with the prefix cache on, cached tokens are not computed and have no states",
-    "enable_mixed_chunk": "decode rows would be mixed into prefill batches",
-    "enable_return_hidden_states": "SGLang's own way loses chunks; hs_ray captures beside it",
-    "enable_return_aux_hidden_states": "SGLang's own way loses chunks; hs_ray captures beside it",
-    "disable_decode_cuda_graph": "no decode step is ever run",
-    "pp_size": "with pipeline parallelism earlier stages' layers never reach the capture",
-    "enable_two_batch_overlap": "it goes around the loop that captures",
-    "enable_single_batch_overlap": "it goes around the loop that captures",
-    "enable_pdmux": "split prefill goes around the capture",
-    "speculative_algorithm": "a draft model shares the target's forward passes",
-    "speculative_draft_model_path": "a draft model shares the target's forward passes",
-    "disaggregation_mode": "prefill and decode on different engines is not captured",
-    "attn_cp_size": "context parallelism splits a sample's rows over ranks",
-    "enable_prefill_cp": "context parallelism splits a sample's rows over ranks",
-    "enable_layernorm_sp": "rows are split over ranks where they are captured",
-    "dp_size": "set engine.replicas: independent engines are faster for batch work",
-    "enable_dp_attention": "each rank holds other requests' rows; not captured yet",
-    "attn_dp_size": "each rank holds other requests' rows; not captured yet",
-    "nnodes": "an engine larger than a node is not supported: use a smaller tp_size, or quantised weights",
-    "node_rank": "an engine larger than a node is not supported",
-    "dist_init_addr": "an engine larger than a node is not supported",
-    "enable_hierarchical_cache": "tokens loaded from a cache are not computed and have no states",
-    "enable_lmcache": "tokens loaded from a cache are not computed and have no states",
-    "enable_lora": "adapters change the states without changing the model's fingerprint",
-    "lora_paths": "adapters change the states without changing the model's fingerprint",
-    "use_ray": "the engine runs below hs_ray's own actor",
-    "forward_hooks": "other hooks on the same modules could change what is captured",
-}
 
 
 @dataclass(frozen=True)
@@ -82,16 +37,6 @@ class EngineOptions:
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
         return CUDA_CHUNK if self.device == "cuda" else CPU_CHUNK
-
-
-def check_args(args: Mapping[str, Any]) -> list[str]:
-    """Problems of `engine.args`: keys that we own, with the reason."""
-    problems = []
-    for name, value in args.items():
-        owned = OWNED.get(str(name).replace("-", "_"))
-        if owned:
-            problems.append(f"engine.args.{name} = {value!r}: not allowed here; {owned}")
-    return problems
 
 
 def server_args(options: EngineOptions) -> dict[str, Any]:

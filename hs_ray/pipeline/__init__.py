@@ -1,9 +1,9 @@
 """The job over Ray: the only importer of ray and ray.data.
 
-    cluster   connect to a cluster, or start one of this machine; what it has to offer
-    planning  the input read by Ray tasks, in order
-    actor     HiddenStateExtractor: one engine, several units at once
-    board     what the engines are doing, for the driver's progress lines
-    progress  those lines
-    driver    preflight -> plan -> estimate -> extract -> manifest
+cluster   connect to a cluster, or start one of this machine; what it has to offer
+planning  the input read by Ray tasks, in order
+actor     HiddenStateExtractor: one engine, several units at once
+board     what the engines are doing, for the driver's progress lines
+progress  those lines
+driver    preflight -> plan -> estimate -> extract -> manifest
 """

@@ -89,7 +89,9 @@ class HiddenStateExtractor:
         self.gate = Gate()
         self.metrics = Metrics(self.name, node)
         self.engine: HiddenStateEngine | None = None
-        self.reporter = Reporter(board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh)
+        self.reporter = Reporter(
+            board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
+        )
         self.engine = HiddenStateEngine(self._options(), on_death=_die, poison=job.poison)
         if job.canary:
             self.reporter.set("canary")

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from hs_ray.config import ExtractJob, OnExisting, parse_bytes
 from hs_ray.engine import patching
 from hs_ray.engine.models import entry_for, supported
-from hs_ray.engine.options import EngineOptions, check_args
+from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import ConfigError, HsRayError, OutputError, UnsupportedError
 from hs_ray.inputs import Source, list_sources, split_sources
 from hs_ray.lease import Lease
@@ -46,6 +47,7 @@ from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
 from hs_ray.storage import LocalStorage, Storage, open_storage
 
 RING_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # shared memory of one engine, unless the plan needs more
+INDEX_S = 10.0  # between writes of the markers' index
 ROWS_IN_RING = 4  # the longest sample must fit this often
 
 
@@ -61,7 +63,7 @@ class Preflight:
 
 def preflight(job: ExtractJob) -> Preflight:
     """Check what the user gave, all problems at once. Seconds; starts nothing."""
-    problems = check_args(job.engine.args)
+    problems: list[str] = []
     resolved: ResolvedJob | None = None
     sources: list[Source] = []
     try:
@@ -116,12 +118,13 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any]
         plan = _plan(flight, storage)
         check_rejected(plan, job.input.max_rejected)
         _write_final_norm(storage, flight.resolved)
-        run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)  # last: the plan is whole
+        run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)
     clean_leftovers(storage, lease.epoch, markers)
     MarkerIndex(storage).replace(markers.values())
     remaining = [unit for unit in range(plan.units) if unit not in markers]
     if remaining:
         _extract(flight, key[0], plan, markers, remaining, lease)
+        markers = drop_untrusted(storage, lease.epoch, key[0])  # what is there, not what we were told
         clean_leftovers(storage, lease.epoch, markers)
     elif storage.exists(MANIFEST):
         say("nothing to do: every unit is committed")
@@ -164,12 +167,15 @@ def _extract(
         at_once=job.cluster.prefetch_units,
         progress_s=job.cluster.progress_seconds,
     )
-    index = MarkerIndex(storage)
+    index, flushed = MarkerIndex(storage), time.monotonic()
     try:
         for marker in extract_units(extraction):
-            lease.check()
             markers[marker.unit] = marker
             index.add(marker)
+            if time.monotonic() - flushed > INDEX_S:
+                lease.check()
+                index.flush()
+                flushed = time.monotonic()
     finally:
         index.flush()
 
@@ -275,8 +281,8 @@ def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tok
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ring > memory // 2:
         raise ConfigError(
-            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: {ROWS_IN_RING} x {longest_tokens:,} tokens x "
-            f"{spec.bytes_per_token:,} bytes = {ring:,} bytes of shared memory, more than half of this machine's "
+            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: {ROWS_IN_RING} x {longest_tokens:,} tokens "
+            f"x {spec.bytes_per_token:,} bytes = {ring:,} bytes of shared memory, more than half of this machine's "
             f"{memory:,}; lower max_seq_len, or capture fewer layers"
         )
     engine = job.engine

@@ -1,6 +1,6 @@
 """The driver's progress lines: plain, unbuffered, every few seconds; a bar on a terminal.
 
-    12/40 units  1,203 samples  412,345 tokens  38,900 tok/s  1.27 GB/s  ETA 12 min  8 in flight  0 failed  1 engine
+12/40 units  1,203 samples  412,345 tokens  38,900 tok/s  1.27 GB/s  ETA 12 min  8 in flight  0 failed  1 engine
 """
 
 import sys

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hs_ray.config import ExtractJob, OnTooLong, to_plain
+from hs_ray.config import ExtractJob, OnTooLong, check, to_plain
 from hs_ray.errors import ConfigError
 from hs_ray.inputs import Source, TokenizeSettings, content_digests
 from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest
@@ -54,9 +54,12 @@ class ResolvedJob:
 
 
 def resolve(job: ExtractJob) -> ResolvedJob:
-    """Raises ConfigError with every problem that needs the model to be seen, all at once."""
-    problems: list[str] = []
-    model = resolve_model(job.model)  # without a model there is nothing to check the rest against
+    """Raises ConfigError with every problem of meaning at once, those that need the model to be seen among them."""
+    problems = check(job)
+    try:
+        model = resolve_model(job.model)
+    except ConfigError as error:  # without a model there is nothing to check the rest against
+        raise ConfigError(problems + error.problems) from error
     layers: tuple[int, ...] = ()
     try:
         layers = resolve_layers(job.layers, model.num_hidden_layers)

@@ -1,0 +1,82 @@
+"""From a BenchJob to rows: what is timed, on what, in which order."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hs_ray.bench import prompts, timing
+from hs_ray.bench.prompts import Prompts
+from hs_ray.bench.timing import Row
+from hs_ray.bench.ways import Bare, Capture, CaptureWrite, Setting, Transformers, Way
+from hs_ray.bench.whole_job import run_whole_job
+from hs_ray.config import BenchJob
+from hs_ray.engine import patching
+from hs_ray.engine.options import EngineOptions
+from hs_ray.model import local_weights
+from hs_ray.pipeline.driver import engine_options
+from hs_ray.plan import resolve
+
+WARM_TOKENS = 2  # times the chunk: kernels compiled, memory touched, before anything is timed
+
+
+def resolve_bench(job: BenchJob) -> Setting:
+    """The engine's options for the longest prompt, and where to write."""
+    resolved = resolve(job)
+    longest = max([*job.bench.prompt_tokens, job.max_seq_len if job.bench.mix else 1])
+    patch = patching.check_installed()
+    options = engine_options(resolved, patch.release, _device(job), longest)
+    options = EngineOptions(**{**vars(options), "model_path": local_weights(resolved.model)})
+    return Setting(options, job.bench.path or "/dev/shm", job.output.compression.value)
+
+
+def _device(job: BenchJob) -> str:
+    if job.engine.device != "auto":
+        return job.engine.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def workloads(job: BenchJob, vocab_size: int) -> dict[str, Prompts]:
+    made = {
+        f"{length} tokens": prompts.equal(length, job.bench.tokens, vocab_size, seed=1)
+        for length in job.bench.prompt_tokens
+    }
+    if job.bench.mix:
+        made["mixed"] = prompts.mixed(job.bench.tokens, vocab_size, job.max_seq_len, seed=1)
+    return made
+
+
+def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> list[Row]:
+    """Every way in its own process, all of them up at once, timed in turn."""
+    makers: dict[str, Callable[[Setting], Way]] = {
+        "bare engine": Bare,
+        "capture": Capture,
+        "capture + write": CaptureWrite,
+        **({"transformers + save": Transformers} if job.bench.transformers else {}),
+    }
+    options = setting.options
+    warm = prompts.equal(min(512, options.max_seq_len), WARM_TOKENS * max(options.chunk, 1), options.vocab_size, seed=0)
+    processes = {name: timing.Process(maker, setting) for name, maker in makers.items()}
+    try:
+        for process in processes.values():
+            process.time(warm)
+        return timing.compare(processes, work, job.bench.repeats, options.spec.bytes_per_token)
+    finally:
+        for process in processes.values():
+            process.close()
+
+
+def whole_job_rows(
+    job: BenchJob, setting: Setting, work: Mapping[str, Prompts], folder: Path, rows: list[Row]
+) -> list[Row]:
+    """The job itself, after start-up, against the bare engine's median of the same prompts."""
+    made = []
+    for label, chosen in work.items():
+        place = folder / label.replace(" ", "-")
+        place.mkdir()
+        tokens = sum(len(prompt) for prompt in chosen)
+        rate = tokens / run_whole_job(job, chosen, place, setting.options.device)
+        bare = next(row for row in rows if row.prompts == label)
+        per_token = setting.options.spec.bytes_per_token
+        made.append(Row(label, "whole job", rate, rate / bare.tokens_per_s, rate * per_token / 1e9, 0.0, 0.0))
+    return made
