@@ -127,9 +127,13 @@ def check(job: Any) -> list[str]:
             value = getattr(job.cluster, name)
             if not value >= least:
                 problems.append(_text(f"cluster.{name}", value, f"{least} or more"))
+        rate = job.cluster.tokens_per_second
+        if rate is not None and not rate > 0:
+            problems.append(_text("cluster.tokens_per_second", rate, "null, or more than 0"))
     for group, name, least in (
         ("verify", "samples", 1),
         ("export", "workers", 1),
+        ("prove", "limit_seconds", 1),
         ("bench", "tokens", 1),
         ("bench", "repeats", 1),
     ):

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from hs_ray.config_schema import BenchJob, DescribeJob, ExportJob, ExtractJob, VerifyJob
+from hs_ray.config_schema import BenchJob, DescribeJob, ExportJob, ExtractJob, ProveJob, VerifyJob
 
 JOBS: dict[str, type] = {
     "extract": ExtractJob,
@@ -18,6 +18,7 @@ JOBS: dict[str, type] = {
     "describe": DescribeJob,
     "export": ExportJob,
     "bench": BenchJob,
+    "prove": ProveJob,
 }
 
 

@@ -140,6 +140,9 @@ class ClusterConfig:
     progress_seconds: float = _key(5.0, "seconds between progress lines")
     lease_seconds: float = _key(60.0, "after this long without a sign of life a driver's lease has ended")
     grace_seconds: float = _key(30.0, "on SIGTERM: time for units in hand to finish")
+    tokens_per_second: float | None = _key(
+        None, "tokens/s expected of one engine, for the estimate; null: as measured, when a run is resumed"
+    )
 
 
 @dataclass
@@ -199,6 +202,21 @@ class ExportJob:
 
     output: OutputConfig = field(default_factory=OutputConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+
+@dataclass
+class ProveConfig:
+    limit_seconds: float = _key(900.0, "end the proof after this long")
+    seed: int = _key(0, "of the random weights and prompts")
+
+
+@dataclass
+class ProveJob:
+    """jobs/prove.py"""
+
+    prove: ProveConfig = field(default_factory=ProveConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 @dataclass

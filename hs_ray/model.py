@@ -57,10 +57,11 @@ class ModelInfo:
     tokenizer_path: str
 
 
-def resolve_model(config: ModelConfig) -> ModelInfo:
+def resolve_model(config: ModelConfig, weights: bool = True) -> ModelInfo:
     """Find the model and read what its config says.
 
     Another node calls it again: the path may differ from node to node, the digest does not.
+    weights=False: they need not be there (a dry run, a task that tokenizes), and the digest is of config.json alone.
     Raises ConfigError (no such folder, a cut-off file, ...) or UnsupportedError (not a decoder that can be captured).
     """
     folder, revision = _locate("model.path", config.path, config.revision)
@@ -75,7 +76,8 @@ def resolve_model(config: ModelConfig) -> ModelInfo:
     text = _text_config(raw, folder, config)
     tokenizer = folder if config.tokenizer is None else _locate("model.tokenizer", config.tokenizer, None)[0]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    digest.update((revision or content_digest(folder, config.path)).encode())
+    if weights:
+        digest.update((revision or content_digest(folder, config.path)).encode())
     return ModelInfo(
         name=config.path,
         path=str(folder),

@@ -47,6 +47,7 @@ DONE = "_run/done"
 ATTEMPTS = "_run/attempts"
 TMP = "_run/tmp"
 LEASES = "_run/leases"
+PROGRESS = "_run/progress"  # how fast it went, for the report
 REJECTS = "_rejects"
 MANIFEST = "manifest.json"
 

@@ -12,9 +12,8 @@ from hs_ray.config import BenchJob, run_job
 
 
 def main(job: BenchJob) -> int:
-    from hs_ray.bench.planning import bench_plan
-
     from hs_ray.bench import timing
+    from hs_ray.bench.planning import bench_plan
     from hs_ray.bench.run import engine_ways, resolve_bench, whole_job_rows, workloads
 
     if job.bench.plan_samples:

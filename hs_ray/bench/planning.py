@@ -1,5 +1,6 @@
 """How fast an input is planned: made-up samples through the job's own Ray tasks and plan, without an engine."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from threading import Event, Thread
 import ray
 
 from hs_ray.bench import corpus
-from hs_ray.config import BenchJob, ExtractJob
+from hs_ray.config import BenchJob
 from hs_ray.inputs import content_digests, list_sources, split_sources
 from hs_ray.pipeline.planning import read_tables
 from hs_ray.plan import ResolvedJob, build_plan, resolve
@@ -31,6 +32,7 @@ class Planned:
     tokens: int
     seconds: float  # digest of the input, reading, tokenizing, writing the plan
     driver_s: float  # CPU seconds of the driver: what does not become faster with more workers
+    workers_s: float  # CPU seconds of all that the driver started: what does, and what a busy machine does not change
     driver_bytes: int  # peak of resident memory
     all_bytes: int  # peak over the driver, Ray's own processes and the workers; shared pages counted once
 
@@ -61,27 +63,25 @@ def bench_plan(job: BenchJob) -> str:
 
 
 def _resolved(job: BenchJob, path: Path | None = None) -> ResolvedJob:
-    chosen = replace(job.input, path=None if path is None else str(path))
-    return resolve(
-        ExtractJob(job.layers, job.max_seq_len, job.on_too_long, dry_run=True, model=job.model, input=chosen)
-    )
+    """The job with that input, in no need of an output or of weights."""
+    return resolve(replace(job, dry_run=True, input=replace(job.input, path=None if path is None else str(path))))
 
 
 def _measure(what: str, resolved: ResolvedJob, output: Path, cpus: int) -> Planned:
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
     try:
         with _Memory() as memory:
-            started, busy = time.monotonic(), time.process_time()
+            started, busy, others = time.monotonic(), time.process_time(), _cpu_of_others()
             sources = list_sources(resolved.job.input)
             content_digests(sources)
             tables = read_tables(split_sources(sources), resolved.tokenize_settings, cpus)
             summary = build_plan(LocalStorage(str(output)), tables, resolved)
             seconds, driver_s = time.monotonic() - started, time.process_time() - busy
+            workers_s = _cpu_of_others() - others
     finally:
         ray.shutdown()
-    return Planned(
-        what, cpus, summary.samples, summary.tokens, seconds, driver_s, memory.driver_bytes, memory.all_bytes
-    )
+    peaks = (memory.driver_bytes, memory.all_bytes)
+    return Planned(what, cpus, summary.samples, summary.tokens, seconds, driver_s, workers_s, *peaks)
 
 
 class _Memory:
@@ -115,6 +115,15 @@ def _family(pid: str) -> Iterator[str]:
             yield from _family(child)
 
 
+def _cpu_of_others() -> float:
+    """CPU seconds so far of the processes that this one started and that still run."""
+    ticks = 0
+    for pid in list(_family("self"))[1:]:
+        fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:13]))  # utime, stime: fields 14 and 15 of proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _kilobytes(pid: str, file: str, key: str) -> int:
     line = next((line for line in _read(Path(f"/proc/{pid}/{file}")).splitlines() if line.startswith(key)), "0 0")
     return int(line.split()[1])
@@ -129,11 +138,11 @@ def _read(path: Path) -> str:
 
 def format_rows(rows: list[Planned]) -> str:
     head = f"{'input':<14} {'CPUs':>4} {'samples':>10} {'tokens':>14} {'seconds':>8} {'samples/s':>10} {'tokens/s':>11}"
-    lines = [f"{head} {'driver CPU s':>13} {'driver MB':>10} {'all MB':>7}"]
+    lines = [f"{head} {'driver CPU s':>13} {'workers CPU s':>14} {'driver MB':>10} {'all MB':>7}"]
     for row in rows:
         lines.append(
             f"{row.what:<14} {row.cpus:>4} {row.samples:>10,} {row.tokens:>14,} {row.seconds:>8.1f} "
             f"{row.samples / row.seconds:>10,.0f} {row.tokens / row.seconds:>11,.0f} {row.driver_s:>13.1f} "
-            f"{row.driver_bytes / 1e6:>10,.0f} {row.all_bytes / 1e6:>7,.0f}"
+            f"{row.workers_s:>14.1f} {row.driver_bytes / 1e6:>10,.0f} {row.all_bytes / 1e6:>7,.0f}"
         )
     return "\n".join(lines)

@@ -92,10 +92,15 @@ class Capture:
         """Ask for every layer id of the spec, by the entry's way; read back what can be read back."""
         n = self.setup.spec.num_hidden_layers
         wanted = [i for i in self.setup.spec.layers if i < n]
-        hooked = wanted if entry.how == "hook" else [i for i in wanted if i == 0 and entry.embedding_hook]
-        self._native_ids = [i for i in wanted if i not in hooked]
-        for i in hooked:
-            layer_model.layers[i].register_forward_pre_hook(self._layer_hook(i), with_kwargs=True)
+        ours = entry.how in ("hook", "boundary")
+        watched = wanted if ours else [i for i in wanted if i == 0 and entry.embedding_hook]
+        self._native_ids = [i for i in wanted if i not in watched]
+        for i in watched:
+            if entry.how == "boundary":
+                self._watch_boundary(i, layer_model.layers[i])
+            else:
+                hook = self._layer_hook(i, entry.residual)
+                layer_model.layers[i].register_forward_pre_hook(hook, with_kwargs=True)
         if self._native_ids:
             if entry.how == "setter":
                 layer_model.set_eagle3_layers_to_capture(list(self._native_ids))
@@ -109,29 +114,49 @@ class Capture:
                     raise UnsupportedError(f"{type(layer_model).__name__} has no layers_to_capture")
                 layer_model.layers_to_capture = list(self._native_ids)
             _logits_owner(model).capture_aux_hidden_states = True
-        getattr(layer_model, entry.norm).register_forward_hook(self._norm_hook)
+        getattr(layer_model, entry.norm).register_forward_hook(self._norm_hook(entry.residual))
 
-    def _layer_hook(self, layer_id: int) -> Callable[..., None]:
-        """A pre-hook that keeps hidden + residual as they enter a decoder layer."""
+    def _layer_hook(self, layer_id: int, add_residual: bool) -> Callable[..., None]:
+        """A pre-hook that keeps hidden + residual (or hidden alone) as they enter a decoder layer."""
 
         def hook(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._active:
                 return
             bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            hidden, residual = bound.get("hidden_states"), bound.get("residual")
+            hidden, residual = bound.get("hidden_states"), bound.get("residual") if add_residual else None
             if not isinstance(hidden, torch.Tensor) or getattr(hidden, "_sglang_needs_allreduce_fusion", False):
                 raise CaptureError(f"layer {layer_id}: its input is not a complete tensor ({type(hidden).__name__})")
             self._by_id[layer_id] = hidden.clone() if residual is None else hidden + residual
 
         return hook
 
-    def _norm_hook(self, norm: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _watch_boundary(self, layer_id: int, layer: Any) -> None:
+        """Ask the layer's attention boundary for the state that it completes before the norm, on every call."""
+        boundary = getattr(layer, "attn_boundary", None)
+        if boundary is None:
+            raise UnsupportedError(f"{type(layer).__name__} has no attn_boundary")
+        prepare = boundary.prepare
+
+        def keep(value: torch.Tensor, owned: bool = False) -> None:
+            self._by_id[layer_id] = value if owned else value.clone()
+
+        def watched(hidden_states: Any, forward_batch: Any, **call: Any) -> Any:
+            return prepare(hidden_states, forward_batch, **{**call, "capture": keep} if self._active else call)
+
+        boundary.prepare = watched
+
+    def _norm_hook(self, returns_sum: bool) -> Callable[..., None]:
         """The final norm's input: with a residual the fused norm returns their sum as its second output."""
-        if self._active:
+
+        def hook(norm: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not self._active:
+                return
             n = self.setup.spec.num_hidden_layers
             if n in self._by_id:
                 raise CaptureError("the final norm ran twice in one forward pass")
-            self._by_id[n] = output[1] if isinstance(output, tuple) else args[0]
+            self._by_id[n] = output[1] if returns_sum and isinstance(output, tuple) else args[0]
+
+        return hook
 
     def begin(self, batch: Any) -> None:
         """Note which rows of the coming forward pass belong to which request."""

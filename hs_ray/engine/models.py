@@ -1,10 +1,12 @@
 """How each model class gives its states, per SGLang release.
 
-Three ways, all in SGLang's own loop over the decoder layers:
-    native  the inner model tests `i in self.layers_to_capture`: the list is assigned
-    setter  the inner model flags its layers: its own (inner) setter is called, which takes our ids
-    hook    a pre-hook on the layer adds hidden and residual: for classes whose native capture is absent or
-            wrong (on 0.5.23 Gemma 3 leaves the residual out), and whose layers take both as tensors
+Four ways, all in SGLang's own loop over the decoder layers:
+    native    the inner model tests `i in self.layers_to_capture`: the list is assigned
+    setter    the inner model flags its layers: its own (inner) setter is called, which takes our ids
+    hook      a pre-hook on the layer adds hidden and residual: for classes whose native capture is absent or
+              wrong (on 0.5.23 Gemma 3 leaves the residual out), and whose layers take both as tensors
+    boundary  0.5.23: the layer's attention boundary is asked for the state that it completes, as SGLang's own native
+              capture does: for classes without one, whose layers pass opaque handles
 
 Id N is the input of the final norm, by a hook on it, for every class. A model's own
 `set_eagle3_layers_to_capture` is never called on the outer model: its meaning changes with the class and
@@ -19,14 +21,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    how: str  # native, setter or hook
+    how: str  # native, setter, hook or boundary
     norm: str = "norm"  # attribute of the final norm on the module that owns the layers
     embedding_hook: bool = False  # id 0 needs the hook (0.5.17 adds a residual that is None there)
+    residual: bool = True  # False: hidden alone is the stream; the residual handed on beside it is in it already
+
+    def __str__(self) -> str:
+        """Short, for tables and proofs: `native`, `hook, hidden alone`."""
+        notes = (
+            "" if self.norm == "norm" else self.norm,
+            "embeddings by hook" if self.embedding_hook else "",
+            "" if self.residual else "hidden alone",
+        )
+        return ", ".join([self.how, *filter(None, notes)])
 
 
 NATIVE = Entry("native")
 SETTER = Entry("setter")
 HOOK = Entry("hook")
+HIDDEN = Entry("hook", residual=False)
+BOUNDARY = Entry("boundary")
 
 _BOTH = {
     "LlamaForCausalLM": NATIVE,
@@ -37,25 +51,29 @@ _BOTH = {
     "Qwen2MoeForCausalLM": SETTER,
     "Qwen3MoeForCausalLM": SETTER,
     "Qwen3NextForCausalLM": SETTER,
+    "Gemma2ForCausalLM": HOOK,
     "Gemma3ForCausalLM": HOOK,
     "GptOssForCausalLM": NATIVE,
+    "Glm4ForCausalLM": NATIVE,
     "Glm4MoeForCausalLM": NATIVE,
     "DeepseekV2ForCausalLM": NATIVE,
     "DeepseekV3ForCausalLM": NATIVE,
     "KimiK25ForConditionalGeneration": NATIVE,
-    "MiniMaxM2ForCausalLM": SETTER,
+    "MiniMaxM2ForCausalLM": NATIVE,
     "Llama4ForCausalLM": NATIVE,
+    "Olmo2ForCausalLM": HOOK,
+    "GraniteForCausalLM": HOOK,
+    "CohereForCausalLM": HIDDEN,
 }
+_EMBEDDING_HOOK = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Llama4ForCausalLM", "Glm4MoeForCausalLM")
 
 _ENTRIES: dict[str, dict[str, Entry]] = {
     "0.5.17": {
         **_BOTH,
-        **{
-            name: Entry("native", embedding_hook=True)
-            for name in ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Llama4ForCausalLM")
-        },
+        **{name: Entry("native", embedding_hook=True) for name in _EMBEDDING_HOOK},
+        "MixtralForCausalLM": HOOK,
     },
-    "0.5.23": {**_BOTH},
+    "0.5.23": {**_BOTH, "MixtralForCausalLM": BOUNDARY},
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.export.common import TMP, Choice, Exporter, Totals, write_whole
@@ -160,7 +161,8 @@ def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
         yield from map(export_unit, tasks)
         return
     # Not forked: torch's threads and connections to S3 do not survive a fork.
-    with ProcessPoolExecutor(min(workers, len(tasks)), multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, torch.set_num_threads, (1,)) as pool:
         futures = [pool.submit(export_unit, task) for task in tasks]
         try:
             for future in as_completed(futures):

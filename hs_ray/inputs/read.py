@@ -169,7 +169,7 @@ _encoders: dict[str, ChatEncoder] = {}  # of this process: a worker task after t
 def _encoder(settings: TokenizeSettings) -> ChatEncoder:
     key = json.dumps([astuple(settings.model), settings.template])
     if key not in _encoders:
-        info = resolve_model(settings.model)
+        info = resolve_model(settings.model, weights=False)
         tokenizer = load_tokenizer(info, replace(settings.model, chat_template=None))
         if settings.template is not None:
             tokenizer.chat_template = settings.template

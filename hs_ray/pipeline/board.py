@@ -27,7 +27,7 @@ class EngineState:
     tokens: int = 0  # of samples written, also of units that are not committed yet
     busy_s: float = 0.0
     waited_s: float = 0.0
-    changed: float = 0.0  # when tokens last grew, this engine's clock
+    idle_s: float = 0.0  # since tokens last grew, or a unit came
 
 
 @ray.remote(num_cpus=0)
@@ -45,12 +45,12 @@ class Board:
 
 
 class Reporter:
-    """An engine's side: changes are pushed every few seconds, and never waited for."""
+    """An engine's side: its state is pushed every few seconds, and never waited for."""
 
     def __init__(self, board: Any, state: EngineState, refresh: Callable[[EngineState], None] | None = None):
         self._board, self.state, self._refresh = board, state, refresh
         self._lock, self._stop = Lock(), Event()
-        self.state.changed = time.monotonic()
+        self._moved = time.monotonic()
         Thread(target=self._run, name="hs_ray-report", daemon=True).start()
 
     def _run(self) -> None:
@@ -58,6 +58,7 @@ class Reporter:
             with self._lock:
                 if self._refresh is not None:
                     self._refresh(self.state)
+                self.state.idle_s = time.monotonic() - self._moved
                 self._board.push.remote(self.state)
             if self._stop.wait(PUSH_SECONDS):
                 return
@@ -69,7 +70,7 @@ class Reporter:
     def written(self, tokens: int) -> None:
         with self._lock:
             self.state.tokens += tokens
-            self.state.changed = time.monotonic()
+            self._moved = time.monotonic()
             self.state.state, self.state.detail = "running", ""
 
     def waited(self, seconds: float) -> None:
@@ -78,6 +79,8 @@ class Reporter:
 
     def begin(self, unit: int) -> None:
         with self._lock:
+            if not self.state.units:
+                self._moved = time.monotonic()
             self.state.units.append(unit)
 
     def end(self, unit: int) -> None:

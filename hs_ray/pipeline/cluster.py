@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from dataclasses import dataclass
 
 import ray
@@ -48,6 +49,14 @@ def connect(address: str) -> Cluster:
 
 
 def _start(address: str) -> None:
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        _init(address)
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init has put its own in place, which leaves with code 15
+
+
+def _init(address: str) -> None:
     common = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address == "local":
         cpus = max(MIN_CPUS, os.cpu_count() or 1)

@@ -9,10 +9,9 @@ import getpass
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hs_ray.config import ExtractJob, OnExisting, parse_bytes
@@ -27,6 +26,7 @@ from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, planning
 from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.extraction import Extraction, extract_units
+from hs_ray.pipeline.progress import Total
 from hs_ray.plan import (
     PlanSummary,
     ResolvedJob,
@@ -39,12 +39,13 @@ from hs_ray.plan import (
     format_estimate,
     load_run,
     load_summary,
+    measured_rate,
     resolve,
-    unit_counts,
     write_run,
 )
+from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
-from hs_ray.storage import LocalStorage, Storage, open_storage
+from hs_ray.storage import Storage, open_storage
 
 RING_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # shared memory of one engine, unless the plan needs more
 INDEX_S = 10.0  # between writes of the markers' index
@@ -90,9 +91,9 @@ def run(job: ExtractJob) -> int:
     """jobs/extract.py after its configuration is loaded. Returns the exit code."""
     flight = preflight(job)
     say(f"model {flight.resolved.model.name}, {len(flight.sources)} input files, output {flight.storage.root}")
-    key = fingerprint(flight.resolved, flight.sources, flight.versions)
     if job.dry_run:
         return _dry_run(flight)
+    key = fingerprint(flight.resolved, flight.sources, flight.versions)
     existing = _existing_run(flight, key)
     flight.storage.check_writable()
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
@@ -101,6 +102,8 @@ def run(job: ExtractJob) -> int:
     try:
         with _stop_on_sigterm():
             return _run(flight, key, existing, lease)
+    except Stopped:
+        return Stopped.exit_code
     finally:
         cluster.disconnect()
         lease.release()
@@ -114,7 +117,6 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any]
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
     else:
-        say("planning: reading and tokenizing the input")
         plan = _plan(flight, storage)
         check_rejected(plan, job.input.max_rejected)
         _write_final_norm(storage, flight.resolved)
@@ -139,7 +141,9 @@ def _extract(
     found = cluster.connect(job.cluster.address)
     device = _device(job, found)
     replicas = _replicas(job, found, device)
-    numbers = estimate(flight.resolved, plan, storage, None, replicas if device == "cuda" else None)
+    rate = job.cluster.tokens_per_second or measured_rate(storage, markers)
+    done_tokens = sum(marker.tokens for marker in markers.values())
+    numbers = estimate(flight.resolved, plan, storage, rate, replicas, device, done_tokens)
     print(format_estimate(numbers), flush=True)
     check_fits(numbers, sum(marker.bytes for marker in markers.values()))
     options = engine_options(flight.resolved, flight.versions["sglang"], device, plan.longest_tokens)
@@ -157,12 +161,20 @@ def _extract(
         max_retries=job.cluster.max_retries,
         canary=job.capture.canary,
     )
-    counts = unit_counts(storage, plan.units, plan.units_per_file)
     extraction = Extraction(
         actor_job,
         list(remaining),
-        tokens=sum(counts[unit][1] for unit in remaining),
-        replicas=replicas,
+        Total(
+            units=plan.units,
+            samples=plan.samples,
+            tokens=plan.tokens,
+            bytes_per_token=flight.resolved.spec.bytes_per_token,
+            engines=min(replicas, len(remaining)),
+            rejected=plan.rejected + sum(len(marker.failed) for marker in markers.values()),
+            earlier_units=len(markers),
+            earlier_samples=sum(marker.samples for marker in markers.values()),
+            earlier_tokens=sum(marker.tokens for marker in markers.values()),
+        ),
         gpus=job.engine.tp_size if device == "cuda" else 0,
         at_once=job.cluster.prefetch_units,
         progress_s=job.cluster.progress_seconds,
@@ -170,7 +182,7 @@ def _extract(
     index, flushed = MarkerIndex(storage), time.monotonic()
     try:
         for marker in extract_units(extraction):
-            markers[marker.unit] = marker
+            markers[marker.unit] = replace(marker, checksums={})  # one a sample: too many to keep
             index.add(marker)
             if time.monotonic() - flushed > INDEX_S:
                 lease.check()
@@ -189,16 +201,23 @@ def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -
     )
     for code, count in counts["rejects_by_code"].items():
         say(f"  rejected: {code} {count:,} (see {storage.root}/_rejects/)")
+    _report(storage, markers)
     return 3 if counts["rejected"] or counts["failed"] else 0
 
 
+def _report(storage: Storage, markers: dict[int, Marker]) -> None:
+    """A page for people: no run fails for it."""
+    try:
+        say(f"report: {write_report(storage, markers)}")
+    except Exception as error:  # noqa: BLE001
+        say(f"the report was not written: {error}")
+
+
 def _dry_run(flight: Preflight) -> int:
-    """The estimate, from a plan in a temporary folder; nothing is written to the output."""
+    """The estimate; nothing is written anywhere."""
     job = flight.resolved.job
-    with tempfile.TemporaryDirectory(prefix="hs_ray-") as folder:
-        plan = _plan(flight, LocalStorage(folder))
-    replicas = job.engine.replicas if isinstance(job.engine.replicas, int) else None
-    numbers = estimate(flight.resolved, plan, flight.storage, None, replicas)
+    plan = _plan(flight, None)
+    numbers = estimate(flight.resolved, plan, flight.storage, job.cluster.tokens_per_second)
     print(format_estimate(numbers), flush=True)
     cluster.disconnect()
     check_rejected(plan, job.input.max_rejected)
@@ -206,11 +225,13 @@ def _dry_run(flight: Preflight) -> int:
     return 0
 
 
-def _plan(flight: Preflight, storage: Storage) -> PlanSummary:
+def _plan(flight: Preflight, storage: Storage | None) -> PlanSummary:
+    """storage None: count, and write nothing."""
+    say("planning: reading and tokenizing the input")
     found = cluster.connect(flight.resolved.job.cluster.address)
     chunks = split_sources(flight.sources)
     tables = planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)
-    return build_plan(storage, tables, flight.resolved)
+    return build_plan(storage, planning.counted(tables, flight.resolved.job.cluster.progress_seconds), flight.resolved)
 
 
 def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
@@ -324,7 +345,10 @@ class Stopped(HsRayError):
 @contextlib.contextmanager
 def _stop_on_sigterm() -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise Stopped("stopped by SIGTERM: what is committed stays; run the same command again to resume")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
+        # At once, and not through print, which may be what was interrupted: SIGKILL follows in 3 s under Ray.
+        os.write(1, b"hs_ray: stopped by SIGTERM: what is committed stays; run the same command again to resume\n")
+        raise Stopped
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -13,6 +13,7 @@ import ray.data
 from hs_ray.errors import HsRayError
 from hs_ray.pipeline.actor import ActorJob, HiddenStateExtractor
 from hs_ray.pipeline.board import Board
+from hs_ray.pipeline.history import History
 from hs_ray.pipeline.progress import Progress, Total
 from hs_ray.schema import Marker
 
@@ -26,8 +27,7 @@ CLEANUP_S = 20.0
 class Extraction:
     job: ActorJob
     units: list[int]
-    tokens: int
-    replicas: int
+    total: Total
     gpus: int  # of one engine; 0 on CPU
     at_once: int  # units in one engine
     progress_s: float
@@ -40,10 +40,9 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
     """
     _configure()
     board = Board.remote()  # type: ignore[attr-defined]
-    spec = extraction.job.options.spec
-    total = Total(len(extraction.units), extraction.tokens, spec.bytes_per_token)
-    print(f"hs_ray: starting {extraction.replicas} engine(s), loading the model", flush=True)
-    progress = Progress(total, board, extraction.progress_s)
+    job, engines = extraction.job, extraction.total.engines
+    print(f"hs_ray: starting {engines} engine{'s' if engines > 1 else ''}, loading the model", flush=True)
+    progress = Progress(extraction.total, board, extraction.progress_s, History(job.storage, job.epoch, engines))
     try:
         with progress:
             for batch in _dataset(extraction, board).iter_batches(batch_size=None, prefetch_batches=0):
@@ -63,6 +62,7 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
 def _configure() -> None:
     """Ray Data's own settings: nothing dropped, nothing retried in silence, nothing but our lines printed."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that progress bars are off
     context = ray.data.DataContext.get_current()
     context.max_errored_blocks = 0
     context.max_consecutive_actor_init_deaths = INIT_DEATHS
@@ -76,7 +76,7 @@ def _dataset(extraction: Extraction, board: object) -> ray.data.Dataset:
     rows = [{"unit": unit} for unit in extraction.units]
     dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MOST_BLOCKS))
     pool = ray.data.ActorPoolStrategy(
-        size=min(extraction.replicas, len(rows)),
+        size=extraction.total.engines,
         max_concurrent_calls_per_actor=extraction.at_once,
         max_tasks_in_flight_per_actor=extraction.at_once,
         enable_true_multi_threading=True,  # without it a synchronous UDF runs one call at a time

@@ -1,47 +1,78 @@
-"""The driver's progress lines: plain, unbuffered, every few seconds; a bar on a terminal.
+"""The driver's progress lines: plain and unbuffered, every few seconds; on a terminal one line with a bar.
 
-12/40 units  1,203 samples  412,345 tokens  38,900 tok/s  1.27 GB/s  ETA 12 min  8 in flight  0 failed  1 engine
+12/40 units  1,203/4,000 samples  412,345 tokens  38,900 tok/s  1.3 GB/s  ETA 12 min  4 units in flight
+0 rejected  1/1 engines up                                                     (one line in the log)
 """
 
+import heapq
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from typing import Any
 
 import ray
 
 from hs_ray.pipeline.board import EngineState
-from hs_ray.plan.estimates import duration
+from hs_ray.pipeline.history import History
+from hs_ray.plan.estimates import duration, size
 from hs_ray.schema import Marker
 
 WINDOW_S = 60.0  # the rate is over this long
 STALLED_S = 120.0  # without a token written, while units are in hand
+SILENT_S = 15.0  # without a word from an engine, who says something every two seconds
+FORGOTTEN_S = 300.0  # a silent engine is named for so long; then it is only missing from the count
+QUIET_S = 15.0  # between two lines while nothing is written yet
+NAMED = 3  # engines named in one line
+SLOWEST = 3  # units named in the summary
 
 
 @dataclass(frozen=True)
 class Total:
-    """What this run has to do."""
+    """The whole plan, and what earlier drivers committed of it."""
 
     units: int
+    samples: int
     tokens: int
     bytes_per_token: int
+    engines: int  # asked for
+    rejected: int = 0  # lines of the input
+    earlier_units: int = 0
+    earlier_samples: int = 0
+    earlier_tokens: int = 0
 
 
+@dataclass
+class EngineTotal:
+    """What this driver saw one engine commit."""
+
+    units: int = 0
+    tokens: int = 0
+
+
+@dataclass
 class Progress:
-    """Counts what is committed, reads the board, prints. Used as a context manager."""
+    """Counts what is committed, reads the board, prints. Used as a context manager; memory does not grow with units."""
 
-    def __init__(self, total: Total, board: Any, every_s: float):
-        self.total, self._board, self._every_s = total, board, every_s
-        self.units = self.samples = self.failed = self.tokens = self.bytes = 0
-        self.states: list[tuple[float, EngineState]] = []
-        self.by_engine: dict[str, list[Marker]] = {}
-        self._written: deque[tuple[float, int]] = deque()
+    total: Total
+    board: Any
+    every_s: float
+    history: History
+    states: list[tuple[float, EngineState]] = field(default_factory=list)  # seconds since heard of, state
+    units: int = 0  # these six of this driver alone
+    samples: int = 0
+    failed: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    by_engine: dict[str, EngineTotal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slowest: list[tuple[float, int, int]] = []  # seconds, unit, tokens
+        self._window: deque[tuple[float, int]] = deque()  # time, tokens written
         self._stop, self._lock = Event(), Lock()
         self._bar = sys.stdout.isatty()
         self._started = time.monotonic()
-        self._running_since: float | None = None
         self._thread = Thread(target=self._run, name="hs_ray-progress", daemon=True)
 
     def __enter__(self) -> "Progress":
@@ -53,6 +84,8 @@ class Progress:
         self._thread.join()
         if self._bar:
             print(flush=True)
+        self._look()
+        self.history.save()
 
     def committed(self, marker: Marker) -> None:
         with self._lock:
@@ -61,73 +94,122 @@ class Progress:
             self.failed += len(marker.failed)
             self.tokens += marker.tokens
             self.bytes += marker.bytes
-            self.by_engine.setdefault(marker.engine, []).append(marker)
+            engine = self.by_engine.setdefault(marker.engine, EngineTotal())
+            engine.units += 1
+            engine.tokens += marker.tokens
+            heapq.heappush(self._slowest, (marker.seconds, marker.unit, marker.tokens))
+            if len(self._slowest) > SLOWEST:
+                heapq.heappop(self._slowest)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            try:
-                self.states = ray.get(self._board.read.remote(), timeout=self._every_s)
-            except ray.exceptions.RayError:
-                continue  # the board is only for show
+        said = 0.0
+        while not self._stop.wait(self.every_s):
+            self._look()
             with self._lock:
-                self._print(self.line())
+                line = self.line()
+                if self._window[-1][1] or time.monotonic() - said >= QUIET_S:  # a large model loads for minutes
+                    self._print(line)
+                    said = time.monotonic()
+
+    def _look(self) -> None:
+        """Read the board, which is only for show: a read that fails is left out."""
+        try:
+            self.states = ray.get(self.board.read.remote(), timeout=max(self.every_s, 1.0))
+        except ray.exceptions.RayError:
+            return
+        with self._lock:
+            self.history.add(self._written(), self.states)
 
     def _print(self, text: str) -> None:
         if self._bar:
-            done = self.units / max(self.total.units, 1)
+            done = (self.total.earlier_units + self.units) / max(self.total.units, 1)
             bar = "#" * round(20 * done) + "." * (20 - round(20 * done))
             print(f"\r\033[K[{bar}] {text}", end="", flush=True)
         else:
             print(f"hs_ray: {text}", flush=True)
 
-    def _rate(self) -> float:
-        """Tokens written a second, over the last minute."""
+    def _written(self) -> int:
+        """Tokens committed, and those of live engines' units in hand; what died with an engine is not counted."""
+        pending = 0
+        for heard, state in self.states:
+            known = self.by_engine.get(state.engine, EngineTotal()).tokens
+            if heard < SILENT_S and state.units:
+                pending += max(0, state.tokens - known)
+        return self.tokens + pending
+
+    def _rate(self, written: int) -> float:
+        """Tokens written a second over the last minute, from the first token on."""
         now = time.monotonic()
-        self._written.append((now, max(self.tokens, sum(state.tokens for _, state in self.states))))
-        while now - self._written[0][0] > WINDOW_S:
-            self._written.popleft()
-        (first, before), (last, after) = self._written[0], self._written[-1]
-        return (after - before) / (last - first) if last > first else 0.0
+        if not written:
+            self._window.clear()
+        self._window.append((now, written))
+        while now - self._window[0][0] > WINDOW_S and len(self._window) > 2:
+            self._window.popleft()
+        (first, before), (last, after) = self._window[0], self._window[-1]
+        return max(0.0, (after - before) / (last - first)) if last > first else 0.0
 
     def line(self) -> str:
-        rate = self._rate()
-        up = [state for _, state in self.states if state.state in ("running", "waiting")]
-        parts = [f"{self.units:,}/{self.total.units:,} units", f"{self.samples:,} samples"]
-        if rate:
-            left = max(0, self.total.tokens - self._written[-1][1])
+        total = self.total
+        up = [state for heard, state in self.states if heard < SILENT_S and state.state in ("running", "waiting")]
+        written = self._written()
+        rate = self._rate(written)
+        parts = [
+            f"{total.earlier_units + self.units:,}/{total.units:,} units",
+            f"{total.earlier_samples + self.samples:,}/{total.samples:,} samples",
+        ]
+        if written:
+            left = max(0, total.tokens - total.earlier_tokens - written)
             parts += [
-                f"{self._written[-1][1]:,} tokens",
+                f"{written:,} tokens",
                 f"{rate:,.0f} tok/s",
-                f"{rate * self.total.bytes_per_token / 1e9:.2f} GB/s",
-                f"ETA {duration(left / rate)}",
+                f"{size(rate * total.bytes_per_token)}/s",
+                f"ETA {duration(left / rate) if rate else 'unknown'}",
             ]
-        in_flight = sum(len(state.units) for state in up)
-        parts += [f"{in_flight} in flight", f"{self.failed} failed", f"{len(up)} engines up"]
+        parts += [
+            f"{sum(len(state.units) for state in up)} units in flight",
+            f"{total.rejected + self.failed:,} rejected",
+            f"{len(up)}/{total.engines} engines up",
+        ]
         return "  ".join(parts + self._remarks())
 
     def _remarks(self) -> list[str]:
-        """Engines that start, wait for a disk, or do nothing though they have work: by name."""
-        remarks = []
-        for _, state in self.states:
-            if state.state in ("starting", "canary"):
-                remarks.append(f"{state.engine}: {state.detail or state.state}")
+        """Engines that start, wait for a disk, hang or are gone: by name, and with how long."""
+        starting: dict[str, list[str]] = {}
+        others = []
+        for heard, state in self.states:
+            if heard > SILENT_S:
+                if heard < FORGOTTEN_S:
+                    others.append(f"{state.engine}: no word for {duration(heard)}")
+            elif state.state in ("starting", "canary"):
+                starting.setdefault(state.detail or state.state, []).append(
+                    f"{state.engine} ({duration(state.idle_s)})"
+                )
             elif state.state == "waiting":
-                remarks.append(f"{state.engine} waits: {state.detail}")
-        stalled = [state.engine for heard, state in self.states if heard > STALLED_S and state.units]
-        return remarks + [f"{engine}: nothing heard of for {STALLED_S:.0f} s" for engine in stalled]
+                others.append(f"{state.engine} waits: {state.detail}")
+            elif state.units and state.idle_s > STALLED_S:
+                units = ", ".join(str(unit) for unit in state.units)
+                others.append(f"{state.engine} is stalled: no token for {duration(state.idle_s)}, units {units}")
+        if not self.states:
+            others.append(f"no engine has started yet, {duration(time.monotonic() - self._started)}")
+        loading = [
+            f"{', '.join(names) if len(names) <= NAMED else f'{len(names)} engines'}: {what}"
+            for what, names in starting.items()
+        ]
+        more = [f"and {len(others) - NAMED} more"] if len(others) > NAMED else []
+        return loading + others[:NAMED] + more
 
     def summary(self) -> str:
         """The last lines: totals, each engine's rate, the slowest units."""
         seconds = time.monotonic() - self._started
         rows = [
-            f"{self.units:,} units, {self.samples:,} samples, {self.tokens:,} tokens, {self.bytes / 1e9:.2f} GB "
-            f"in {duration(seconds)}, {self.failed} samples failed"
+            f"hs_ray: {self.units:,} units, {self.samples:,} samples, {self.tokens:,} tokens, {size(self.bytes)} in "
+            f"{duration(seconds)} ({self.tokens / seconds:,.0f} tok/s, {size(self.bytes / seconds)}/s with "
+            f"starting), {self.failed:,} samples failed"
         ]
-        busy = {state.engine: state.busy_s for _, state in self.states}
-        for engine, markers in sorted(self.by_engine.items()):
-            tokens = sum(marker.tokens for marker in markers)
-            rate = f"{tokens / busy[engine]:,.0f} tokens/s while busy" if busy.get(engine) else "no rate known"
-            rows.append(f"  {engine}: {len(markers)} units, {tokens:,} tokens, {rate}")
-        slowest = sorted((m for ms in self.by_engine.values() for m in ms), key=lambda m: -m.seconds)[:3]
-        rows += [f"  slowest: unit {m.unit}, {m.tokens:,} tokens in {m.seconds:.1f} s" for m in slowest]
+        busy = Counter({state.engine: state.busy_s for _, state in self.states})
+        for name, engine in sorted(self.by_engine.items()):
+            rate = f", {engine.tokens / busy[name]:,.0f} tok/s while busy" if busy[name] else ""
+            rows.append(f"  engine {name}: {engine.units:,} units, {engine.tokens:,} tokens{rate}")
+        for took, unit, tokens in sorted(self._slowest, reverse=True):
+            rows.append(f"  slowest: unit {unit}, {tokens:,} tokens in {took:.1f} s")
         return "\n".join(rows)

@@ -7,7 +7,7 @@
 """
 
 from hs_ray.plan.build import PlanSummary, build_plan
-from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate
+from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate, measured_rate
 from hs_ray.plan.resolved import ResolvedJob, differing_keys, fingerprint, resolve
 from hs_ray.plan.store import load_run, load_summary, read_unit, unit_counts, write_run
 
@@ -23,6 +23,7 @@ __all__ = [
     "format_estimate",
     "load_run",
     "load_summary",
+    "measured_rate",
     "read_unit",
     "resolve",
     "unit_counts",

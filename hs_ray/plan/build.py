@@ -49,10 +49,11 @@ class PlanSummary:
         return asdict(self)
 
 
-def build_plan(storage: Storage, tables: Iterable[pa.Table], resolved: ResolvedJob) -> PlanSummary:
+def build_plan(storage: Storage | None, tables: Iterable[pa.Table], resolved: ResolvedJob) -> PlanSummary:
     """Write `_run/samples/` and `_run/rejected.parquet` from the tables of all chunks, in the chunks' order.
 
     A unit ends at the sample border that is nearest to a multiple of `output.shard_bytes` of states.
+    storage None: count, and write nothing (a dry run).
     """
     unit_tokens = max(1, parse_bytes(resolved.job.output.shard_bytes) // resolved.spec.bytes_per_token)
     with contextlib.ExitStack() as stack:
@@ -65,13 +66,19 @@ def build_plan(storage: Storage, tables: Iterable[pa.Table], resolved: ResolvedJ
                 break
         units.finish()
         rejects.finish()
-    for info in storage.list(SAMPLES):  # of an earlier plan that was cut off: run.json is written last
-        if info.path not in units.paths:
-            storage.remove(info.path)
+    if storage is not None:
+        _remove_others(storage, units.paths)
     plan.summary.units = units.unit + 1
     plan.summary.rejects_by_code = dict(sorted(plan.codes.items()))
     plan.summary.length_histogram = [[2**i, int(n)] for i, n in enumerate(plan.lengths) if n]
     return plan.summary
+
+
+def _remove_others(storage: Storage, paths: set[str]) -> None:
+    """Files of an earlier plan that was cut off: run.json is written last."""
+    for info in storage.list(SAMPLES):
+        if info.path not in paths:
+            storage.remove(info.path)
 
 
 class _Planner:

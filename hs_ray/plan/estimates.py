@@ -1,12 +1,13 @@
 """What a run will take: shown before a GPU is asked for, and the reasons to refuse."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hs_ray.config import parse_bytes
 from hs_ray.errors import InputError, OutputError
 from hs_ray.plan.build import PlanSummary
 from hs_ray.plan.resolved import ResolvedJob
-from hs_ray.schema import layer_spellings, stored_columns
+from hs_ray.schema import DONE, Marker, layer_spellings, marker_path, stored_columns
 from hs_ray.storage import Storage
 
 SPLIT_ZSTD_RATIO = 0.68  # of the bytes of real states
@@ -33,20 +34,38 @@ def check_rejected(summary: PlanSummary, max_rejected: float) -> None:
     )
 
 
+def measured_rate(storage: Storage, markers: Mapping[int, Marker]) -> float | None:
+    """Tokens/s of one engine, from what was committed: over the time in which an engine had units in hand."""
+    ends = {info.path: info.mtime for info in storage.list(DONE)}
+    spans = [(m.engine, end - m.seconds, end) for m in markers.values() if (end := ends.get(marker_path(m.unit)))]
+    busy, last_engine, last_end = 0.0, "", 0.0
+    for engine, start, end in sorted(spans):  # several units are in one engine at once: their spans overlap
+        last_end = last_end if engine == last_engine else start
+        busy += max(0.0, end - max(start, last_end))
+        last_engine, last_end = engine, max(end, last_end)
+    return sum(marker.tokens for marker in markers.values()) / busy if busy else None
+
+
 def estimate(
     resolved: ResolvedJob,
     summary: PlanSummary,
     storage: Storage,
     tokens_per_second: float | None,
     replicas: int | None = None,
+    device: str | None = None,
+    done_tokens: int = 0,
 ) -> dict[str, Any]:
-    """Numbers only. tokens_per_second: of the whole job, measured or given; None: the time is not known."""
+    """Numbers only. tokens_per_second: of one engine, measured or given; None: the time is not known.
+
+    replicas, device: None where they are not known yet; done_tokens: what a resumed run already has.
+    """
     job, spec = resolved.job, resolved.spec
     columns = len(stored_columns(spec.columns, job.output.compression.value))
     ratio = SPLIT_ZSTD_RATIO if job.output.compression.value == "split_zstd" else 1.0
     overhead = summary.tokens * TOKEN_BYTES + summary.rows * (ROW_BYTES + COLUMN_BYTES * columns)
     engines = replicas if replicas is not None else job.engine.replicas
-    gpus = None if engines == "auto" else 0 if job.engine.device == "cpu" else engines * job.engine.tp_size
+    gpus = 0 if (device or job.engine.device) == "cpu" else None if engines == "auto" else engines * job.engine.tp_size
+    rate = tokens_per_second * (1 if engines == "auto" else engines) if tokens_per_second else None
     return summary.to_dict() | {
         "model": resolved.model.name,
         "columns": list(spec.columns),
@@ -56,7 +75,7 @@ def estimate(
         "shards": summary.units,
         "free_bytes": storage.free_bytes(),
         "min_free_bytes": parse_bytes(job.output.min_free_bytes),
-        "seconds": summary.tokens / tokens_per_second if tokens_per_second else None,
+        "seconds": (summary.tokens - done_tokens) / rate if rate else None,
         "tokens_per_second": tokens_per_second,
         "engines": engines,
         "gpus": gpus,
@@ -87,14 +106,6 @@ def format_estimate(numbers: dict[str, Any]) -> str:
     final = ", ".join(name for name in n["columns"] if name.startswith("final")) or "none"
     free = "no bound (S3)" if n["free_bytes"] is None else f"{size(n['free_bytes'])} free"
     learned = n["learned_tokens"] / max(n["tokens"], 1)
-    seconds = (
-        "unknown" if n["seconds"] is None else f"{duration(n['seconds'])} at {n['tokens_per_second']:,.0f} tokens/s"
-    )
-    gpus = (
-        f"{n['tp_size']} an engine, as many engines as fit"
-        if n["gpus"] is None
-        else f"{n['gpus']} ({n['engines']} x {n['tp_size']})"
-    )
     lines = [
         f"model      {n['model']}",
         f"layers     {layers}; final: {final}",
@@ -105,10 +116,23 @@ def format_estimate(numbers: dict[str, Any]) -> str:
         *_histogram(n["length_histogram"]),
         f"output     {size(n['output_bytes'])} in {n['shards']:,} shards: {n['bytes_per_token']:,} bytes of states a "
         f"token; {free}",
-        f"time       {seconds}",
-        f"GPUs       {gpus}",
+        f"time       {_time(n)}",
+        f"GPUs       {_gpus(n)}",
     ]
     return "\n".join(lines)
+
+
+def _time(n: dict[str, Any]) -> str:
+    if n["seconds"] is None:
+        return "not known before some of it is done; or give cluster.tokens_per_second"
+    engines = "one engine" if n["engines"] in ("auto", 1) else f"{n['engines']} engines"
+    return f"{duration(n['seconds'])} at {n['tokens_per_second']:,.0f} tokens/s an engine, {engines}"
+
+
+def _gpus(n: dict[str, Any]) -> str:
+    if n["gpus"] is None:
+        return f"{n['tp_size']} an engine, as many engines as fit"
+    return f"{n['gpus']} ({n['engines']} x {n['tp_size']})" if n["gpus"] else "none"
 
 
 def _histogram(bins: list[list[int]]) -> list[str]:

@@ -45,9 +45,9 @@ def part_path(unit: int, units_per_file: int = UNITS_PER_FILE) -> str:
 
 
 class UnitFiles:
-    """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file."""
+    """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file. storage None: units are only counted."""
 
-    def __init__(self, storage: Storage, unit_tokens: int):
+    def __init__(self, storage: Storage | None, unit_tokens: int):
         self.storage, self.unit_tokens = storage, unit_tokens
         self.unit, self.paths = -1, set[str]()
         self._bucket = -1  # of the unit that is being filled
@@ -72,6 +72,9 @@ class UnitFiles:
         if not self._tables:
             return
         self.unit += 1
+        if self.storage is None:
+            self._tables = []
+            return
         table = pa.concat_tables(
             self._tables
         ).combine_chunks()  # pages, and so bytes, must not depend on the chunks of the input
@@ -103,10 +106,10 @@ class UnitFiles:
 
 
 class RejectFile:
-    """`_run/rejected.parquet`: every line that became no sample, in order."""
+    """`_run/rejected.parquet`: every line that became no sample, in order. storage None: nothing is written."""
 
-    def __init__(self, storage: Storage):
-        self._file = _ParquetFile(storage, REJECTS, REJECTED)
+    def __init__(self, storage: Storage | None):
+        self._file = None if storage is None else _ParquetFile(storage, REJECTS, REJECTED)
         self._rows: list[Reject] = []
 
     def add(self, reject: Reject) -> None:
@@ -115,19 +118,21 @@ class RejectFile:
             self._flush()
 
     def _flush(self) -> None:
-        self._file.write(pa.Table.from_pylist([asdict(reject) for reject in self._rows], REJECTS))
+        if self._file is not None and self._rows:
+            self._file.write(pa.Table.from_pylist([asdict(reject) for reject in self._rows], REJECTS))
         self._rows = []
 
     def finish(self) -> None:
-        if self._rows:
-            self._flush()
-        self._file.publish({})
+        self._flush()
+        if self._file is not None:
+            self._file.publish({})
 
     def __enter__(self) -> "RejectFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.discard()
+        if self._file is not None:
+            self._file.discard()
 
 
 class _ParquetFile:

@@ -57,7 +57,7 @@ def resolve(job: ExtractJob) -> ResolvedJob:
     """Raises ConfigError with every problem of meaning at once, those that need the model to be seen among them."""
     problems = check(job)
     try:
-        model = resolve_model(job.model)
+        model = resolve_model(job.model, weights=not job.dry_run)
     except ConfigError as error:  # without a model there is nothing to check the rest against
         raise ConfigError(problems + error.problems) from error
     layers: tuple[int, ...] = ()

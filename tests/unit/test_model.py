@@ -119,6 +119,14 @@ def test_digest_is_of_the_content(copy: Path, tmp_path: Path) -> None:
     assert resolve_model(config_of(moved)).digest not in (before, changed)
 
 
+def test_a_dry_run_needs_no_weights(copy: Path) -> None:
+    with_weights = resolve_model(config_of(copy))
+    (copy / "model.safetensors").unlink()
+    assert resolve_model(config_of(copy), weights=False).hidden_size == with_weights.hidden_size
+    with pytest.raises(ConfigError, match="safetensors"):
+        resolve_model(config_of(copy))
+
+
 def test_wrapper_is_followed_to_its_text_model(copy: Path) -> None:
     """As Kimi-K2.5 and Gemma 3 spell it."""
     path = copy / "config.json"

@@ -1,0 +1,107 @@
+"""Proofs from the outside: started in a process of their own, with a time limit, and kept."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hs_ray.engine.models import entry_for, supported
+from hs_ray.errors import CaptureError, UnsupportedError
+from hs_ray.prove.proofs import Proof, add_proofs, cached_path, find_proof, lock, read_proofs
+from hs_ray.prove.request import Request, from_options
+
+log = logging.getLogger(__name__)
+
+LIMIT_SECONDS = 900.0  # of one proof: about a minute on a GPU, longer where kernels are compiled first
+SHOWN = 4000  # characters of the end of a failed proof's output
+
+
+class ProofError(CaptureError):
+    """The states that SGLang gave are not those of transformers, or the proof could not be run."""
+
+
+def check(architecture: str, release: str, model: str) -> None:
+    """Quick, imports nothing heavy: raises UnsupportedError for a class that has no entry."""
+    if entry_for(architecture, release) is None:
+        raise UnsupportedError(
+            f"model.path = {model}: {architecture} is not supported with SGLang {release}; "
+            f"supported: {', '.join(supported(release))}"
+        )
+
+
+def ensure(options: Any, mode: str = "auto") -> Proof | None:
+    """Before an engine starts: the proof in force for it, made first where there is none.
+
+    options: its EngineOptions; mode: capture.prove, auto, always or never. Raises ProofError. Starts the proof's
+    engine on the devices that this process sees, and returns after it has ended.
+    """
+    if mode == "never":
+        return None
+    request = from_options(options)
+    if mode == "auto" and (proof := find_proof(request.key)):
+        return proof
+    with lock(request.key):
+        if mode == "auto" and (proof := find_proof(request.key)):  # made while we waited
+            return proof
+        log.info("proving %s against transformers, once (a minute or two)", request.key)
+        proof = prove(request)
+        if not proof.ok:
+            raise ProofError(f"{request.key}: the states are not those of transformers\n" + "\n".join(proof.table))
+        keep(proof)
+        return proof
+
+
+def keep(proof: Proof) -> Path:
+    """Put a proof that passed into the user's cache. Returns its file."""
+    path = cached_path(proof.key)
+    add_proofs(path, [proof])
+    return path
+
+
+def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
+    """Run one proof, passed or not. Raises ProofError where it could not be run to its end."""
+    check(request.architecture, request.release, request.architecture)
+    with tempfile.TemporaryDirectory(prefix="hs_ray-prove-") as name:
+        asked, result, output = (Path(name) / part for part in ("request.json", "result.json", "output.txt"))
+        asked.write_text(request.to_json())
+        command = [sys.executable, "-m", "hs_ray.prove.worker", str(asked), str(result)]
+        with output.open("wb") as file:
+            code = _run_group(command, file, limit_s)
+        # The result counts, not the exit code: an engine's end may take its process with it.
+        if result.is_file():
+            return read_proofs(result)[0]
+        reason = result.with_suffix(".error")
+        text = reason.read_text() if reason.is_file() else output.read_text(errors="replace")[-SHOWN:].strip()
+        raise ProofError(f"{request.key}: the proof did not run to its end ({_ending(code, limit_s)}): {text}")
+
+
+def _run_group(command: list[str], output: Any, limit_s: float) -> int | None:
+    """Run in a session of its own and end all of it. None: it ran into the limit."""
+    # The package may be a checkout that is on this process's path only.
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def _ending(code: int | None, limit_s: float) -> str:
+    if code is None:
+        return f"stopped after {limit_s:.0f} s"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+

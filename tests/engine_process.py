@@ -1,0 +1,113 @@
+"""A real engine in a process of its own, for tests: it ends every child of its process, and a failed one its parent."""
+
+import json
+import multiprocessing
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hs_ray.engine.engine import HiddenStateEngine
+from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.patching import installed_release
+from hs_ray.schema import CaptureSpec, ColumnStats
+
+START_S, RUN_S = 400, 400
+
+
+@dataclass
+class Captured:
+    """One prompt's states: uint16 [S, H] a column, and their statistics; or what was raised instead."""
+
+    states: list[np.ndarray]
+    stats: list[ColumnStats]
+    error: str | None = None
+
+
+def options_for(folder: Path, layers: tuple[int, ...] | None = None, **changes: Any) -> EngineOptions:
+    """Options of an engine on CPU for a model folder; all layer ids unless given."""
+    config = json.loads((folder / "config.json").read_text())
+    n = config["num_hidden_layers"]
+    spec = CaptureSpec(layers if layers is not None else tuple(range(n + 1)), "both", n, config["hidden_size"])
+    options = EngineOptions(
+        spec=spec,
+        architecture=config["architectures"][0],
+        model_path=str(folder),
+        release=installed_release(),
+        vocab_size=config["vocab_size"],
+        context_length=config["max_position_embeddings"],
+        max_seq_len=min(2000, config["max_position_embeddings"]),
+        device="cpu",
+        ring_bytes=2**28,
+        chunked_prefill_size=128,
+    )
+    return replace(options, **changes)
+
+
+class EngineProcess:
+    """`run` prompts that are submitted together; `canary`; `close`."""
+
+    def __init__(self, options: EngineOptions):
+        context = multiprocessing.get_context("spawn")
+        self.connection, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child, options))
+        self.process.start()
+        child.close()
+        self._take(START_S)
+
+    def run(self, prompts: list[np.ndarray], plug: int = 0) -> list[Captured]:
+        """plug: tokens of a prompt that goes first, so that the others queue behind it: the batches are then the
+        same ones every time, if it is a multiple of the chunk."""
+        first = [np.arange(plug, dtype=np.int32) % 1000] if plug else []
+        self.connection.send(("run", first + prompts))
+        result: list[Captured] = self._take(RUN_S)
+        return result[len(first) :]
+
+    def canary(self) -> dict[str, float]:
+        self.connection.send(("canary", None))
+        result: dict[str, float] = self._take(RUN_S)
+        return result
+
+    def close(self) -> None:
+        self.connection.send(("close", None))
+        self.process.join(60)
+
+    def _take(self, seconds: float) -> Any:
+        if not self.connection.poll(seconds):
+            raise TimeoutError("the engine's process did not answer")
+        answer = self.connection.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+
+def _serve(connection: Connection, options: EngineOptions) -> None:
+    from hs_ray.engine import canary
+
+    try:
+        engine = HiddenStateEngine(options, poison=True)
+        connection.send({})
+        while True:
+            what, prompts = connection.recv()
+            if what == "close":
+                engine.close()
+                return
+            connection.send(canary.check(engine) if what == "canary" else _run(engine, prompts))
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+def _run(engine: HiddenStateEngine, prompts: list[np.ndarray]) -> list[Captured]:
+    tickets = [engine.submit(prompt) for prompt in prompts]
+    results = []
+    for ticket in tickets:
+        try:
+            states = ticket.future.result(RUN_S)
+            results.append(Captured([state.copy() for state in states.states], states.stats))
+        except Exception as error:
+            results.append(Captured([], [], f"{type(error).__name__}: {error}"))
+        engine.release(ticket)
+    return results

@@ -1,0 +1,128 @@
+"""Capture on the real engine: every token of every prompt, at every layer id, whatever the company and the chunks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from engine_process import Captured, EngineProcess, options_for
+
+from hs_ray.schema import state_checksum
+
+pytestmark = pytest.mark.integration
+
+LENGTHS = (1, 127, 128, 129, 255, 256, 257, 1500)  # around the chunk of 128 tokens, and many chunks
+PLUG = 15 * 128  # tokens that go first where batches have to be the same ones
+NOISE = 0.02  # design.md 9: chunked against unchunked, batched against alone
+BF16_SHARE = 1.5  # of transformers' own bf16 error against fp32
+
+
+def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length, dtype=np.int32) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama: Path) -> Iterator[EngineProcess]:
+    engine = EngineProcess(options_for(tiny_llama))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def together(llama: EngineProcess) -> list[Captured]:
+    return llama.run(prompts(1024), PLUG)
+
+
+def check_against_transformers(folder: Path, captured: list[Captured], sent: list[np.ndarray]) -> None:
+    spec = options_for(folder).spec
+    for prompt, result in zip(sent, captured, strict=True):
+        assert result.error is None
+        exact = reference.states(folder, prompt, spec, torch.float32)
+        rounded = reference.states(folder, prompt, spec, torch.bfloat16)
+        for name, bits, wide, own in zip(spec.columns, result.states, exact, rounded, strict=True):
+            assert bits.shape == (len(prompt), spec.hidden_size)
+            limit = BF16_SHARE * reference.error(own, wide) + 1e-3
+            found = reference.error(reference.as_tensor(bits), wide)
+            assert found <= limit, f"{name} of {len(prompt)} tokens: {found:.4f} > {limit:.4f}"
+
+
+def test_llama_agrees_with_transformers_at_every_layer_id(tiny_llama: Path, together: list[Captured]) -> None:
+    check_against_transformers(tiny_llama, together, prompts(1024))
+
+
+def test_checksums_from_the_device_fit_what_arrived(together: list[Captured]) -> None:
+    for result in together:
+        assert [state_checksum(bits) for bits in result.states] == [stats.checksum for stats in result.stats]
+        assert all(stats.rows == len(result.states[0]) for stats in result.stats)
+
+
+def test_the_same_batches_give_the_same_bits(llama: EngineProcess, together: list[Captured]) -> None:
+    for first, second in zip(together, llama.run(prompts(1024), PLUG), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(first.states, second.states, strict=True))
+
+
+def test_alone_is_as_in_company(llama: EngineProcess, together: list[Captured]) -> None:
+    for prompt, result in zip(prompts(1024), together, strict=True):
+        (alone,) = llama.run([prompt])
+        for ours, theirs in zip(result.states, alone.states, strict=True):
+            assert reference.error(reference.as_tensor(ours), reference.as_tensor(theirs)) <= NOISE
+
+
+def test_one_prompt_many_times_over_is_whole_each_time(llama: EngineProcess, together: list[Captured]) -> None:
+    """What a prefix cache would shorten: every copy has every token."""
+    prompt, expected = prompts(1024)[4], together[4]
+    for result in llama.run([prompt] * 12):
+        assert result.error is None
+        for ours, theirs in zip(result.states, expected.states, strict=True):
+            assert ours.shape == theirs.shape
+            assert reference.error(reference.as_tensor(ours), reference.as_tensor(theirs)) <= NOISE
+
+
+def test_canary_passes(llama: EngineProcess) -> None:
+    assert max(llama.canary().values()) <= NOISE
+
+
+def test_many_random_prompts_each_get_their_own_rows(tiny_llama: Path, llama: EngineProcess) -> None:
+    """The embeddings (layer id 0) are exact: a row of another prompt, or of another place, cannot hide."""
+    embeddings = reference.load(tiny_llama, torch.bfloat16).get_input_embeddings().weight
+    rng = np.random.default_rng(3)
+    sent = prompts(1024, tuple(int(n) for n in rng.integers(1, 200, 150)), seed=4)
+    for prompt, result in zip(sent, llama.run(sent), strict=True):
+        assert result.error is None
+        assert torch.equal(reference.as_tensor(result.states[0]), embeddings[prompt.astype(np.int64)].float())
+
+
+def test_overlap_off_gives_the_same_bits(tiny_llama: Path, together: list[Captured]) -> None:
+    engine = EngineProcess(options_for(tiny_llama, args={"disable_overlap_schedule": True}))
+    try:
+        for ours, theirs in zip(engine.run(prompts(1024), PLUG), together, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(ours.states, theirs.states, strict=True))
+    finally:
+        engine.close()
+
+
+def test_qwen3_agrees_with_transformers_at_every_layer_id(tiny_qwen3: Path) -> None:
+    engine = EngineProcess(options_for(tiny_qwen3))
+    try:
+        check_against_transformers(tiny_qwen3, engine.run(prompts(1024)), prompts(1024))
+    finally:
+        engine.close()
+
+
+def test_a_prefix_cache_forced_on_is_caught(tiny_llama: Path) -> None:
+    """`engine.args` refuses it; forced on underneath, the tokens that were not computed are missed, not invented."""
+    options = options_for(tiny_llama, args={"disable_radix_cache": False})
+    engine = EngineProcess(options)
+    prompt = prompts(1024)[5]
+    try:
+        (first,) = engine.run([prompt])
+        (second,) = engine.run([prompt])
+    finally:
+        engine.close()
+    assert first.error is None
+    assert second.error is not None
+    assert second.error.startswith("CaptureError")
+    assert "tokens were not computed" in second.error

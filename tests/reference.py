@@ -1,0 +1,44 @@
+"""transformers' states of a prompt at every layer id: what capture is compared with."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hs_ray.schema import CaptureSpec
+
+
+@cache
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def states(folder: Path, prompt: np.ndarray, spec: CaptureSpec, dtype: torch.dtype) -> list[torch.Tensor]:
+    """float32 [S, H] a column of the spec, in its order."""
+    model = load(folder, dtype)
+    kept: dict[str, torch.Tensor] = {}
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: kept.__setitem__("pre", args[0]))
+    try:
+        with torch.no_grad():
+            out = model(torch.from_numpy(prompt.astype(np.int64))[None], output_hidden_states=True)
+    finally:
+        hook.remove()
+    by_id = {i: out.hidden_states[i][0] for i in range(spec.num_hidden_layers)}
+    by_id[spec.num_hidden_layers] = kept["pre"][0]
+    finals = {"final_pre_norm": kept["pre"][0], "final_post_norm": out.hidden_states[-1][0]}
+    names = spec.columns
+    return [(by_id[int(n.removeprefix("hidden_"))] if n.startswith("hidden_") else finals[n]).float() for n in names]
+
+
+def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """||ours - reference|| / ||reference||"""
+    return float((ours - reference).norm() / reference.norm())
+
+
+def as_tensor(bits: np.ndarray) -> torch.Tensor:
+    """bf16 bits, uint16 -> float32."""
+    return torch.from_numpy(bits.copy()).view(torch.bfloat16).float()
