@@ -184,7 +184,7 @@ class DescribeJob:
     """jobs/describe.py"""
 
     output: OutputConfig = field(default_factory=OutputConfig)
-    report: bool = _key(False, "also write report.html into the output")
+    report: bool = _key(False, "also write a page about the run, _run/report.html")
 
 
 @dataclass

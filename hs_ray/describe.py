@@ -4,9 +4,8 @@ Shapes: S tokens, H hidden_size.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hs_ray.reader import HiddenStatesDataset, Output
 from hs_ray.reader.output import load_markers
 from hs_ray.schema import REJECTED, SAMPLES
 
-REPORT = "report.html"
 BAR = 40  # characters of the longest bar
 
 
@@ -206,65 +204,3 @@ def text(d: Description) -> str:
             f"{n.column:<16} {n.first:12.2f} {n.median:12.2f} {n.largest:12.2f} {n.absmax:12.2f}" for n in d.norms
         ]
     return "\n".join(lines)
-
-
-STYLE = """
-:root { color-scheme: light dark; --line: light-dark(#d8dde3, #363c45); --soft: light-dark(#5b6570, #9aa5b1);
-        --bar: light-dark(#2f6fb0, #6aa9e6); --panel: light-dark(#f6f8fa, #1b1f25); }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-       background: light-dark(#fff, #13161a); color: light-dark(#1c2127, #e4e8ec); }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-.wide { overflow-x: auto; background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
-        padding: .6rem 1rem; }
-table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
-th { color: var(--soft); font-weight: 500; white-space: nowrap; } tr + tr > * { border-top: 1px solid var(--line); }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bar { background: var(--bar); height: .8rem; border-radius: 2px; min-width: 1px; } .bars td:last-child { width: 70%; }
-"""
-
-
-def html(d: Description) -> str:
-    """The description as one page that needs nothing else: no network, no script; light or dark as the system is."""
-    parts = [f"<h1>Hidden states of {escape(str(d.model['name']))}</h1>", _table([], facts(d))]
-    if d.histogram:
-        most = max(count for _, count in d.histogram)
-        rows = "".join(
-            f'<tr><td class="number">{limit:,}</td><td class="number">{count:,}</td>'
-            f'<td><div class="bar" style="width:{100 * count / most:.1f}%"></div></td></tr>'
-            for limit, count in d.histogram
-        )
-        head = '<tr><th class="number">tokens, up to</th><th class="number">samples</th><th></th></tr>'
-        parts += ["<h2>Samples by length</h2>", f'<div class="wide"><table class="bars">{head}{rows}</table></div>']
-    if d.rejects:
-        parts += [
-            "<h2>Lines without states</h2>",
-            _table(["code", "lines"], [(c, f"{n:,}") for c, n in d.rejects.items()]),
-        ]
-    if d.norms:
-        s = d.sample
-        titles = ["L2 norm of", "first token", "median", "largest", "absmax"]
-        norms = [(n.column, *(f"{value:,.2f}" for value in (n.first, n.median, n.largest, n.absmax))) for n in d.norms]
-        title = (
-            f"Sample {s['sample_id']} ({s['source']} line {s['line']}), {s['num_tokens']} tokens, {s['learnt']} learnt"
-        )
-        parts += [f"<h2>{escape(title)}</h2>", _table(titles, norms)]
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    style = [f"<title>hs_ray: {escape(d.path)}</title>", f"<style>{STYLE}</style>"]
-    return "\n".join(
-        ["<!doctype html>", '<html lang="en"><head>', meta, *style, "</head><body>", *parts, "</body></html>"]
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column names a row; those after it are right-aligned where there is a head."""
-    kind = ' class="number"' if head else ""
-    lines = (
-        ["<tr>" + "".join(f"<th{kind if i else ''}>{escape(name)}</th>" for i, name in enumerate(head)) + "</tr>"]
-        if head
-        else []
-    )
-    for name, *values in rows:
-        cells = "".join(f"<td{kind}>{escape(value)}</td>" for value in values)
-        lines.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'

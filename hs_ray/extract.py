@@ -1,12 +1,14 @@
 """One unit through the engine: its samples submitted in order, their states written in order.
 
-Submitting runs ahead of writing in a thread of its own, as far as the shared memory reaches, so that the
-engine never waits at a unit's border; several units share one engine and take turns.
+Submitting runs ahead of writing in a thread of its own, as far as the shared memory reaches, and one unit after
+the other: units that took turns would all end at once, and the engine would stand still until the next ones
+began (measured: 0.82 of the engine's rate). In order, unit k is written while later ones are computed.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 
 from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine, RequestError, SampleStates, Ticket
 from hs_ray.schema import Sample
@@ -33,25 +35,38 @@ def extract_unit(
     """
     waited_s = 0.0
     again: list[tuple[Sample, Fault]] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="hs_ray-submit") as feeder:
-        tickets: list[Future[Ticket]] = [feeder.submit(engine.submit, sample.input_ids) for sample in samples]
-        try:
-            for sample, submitted in zip(samples, tickets, strict=True):
-                ticket = submitted.result()
-                waited_s += ticket.waited_s
-                fault = _write(engine, writer, sample, ticket)
-                if fault is not None:
-                    again.append((sample, fault))
-                elif progress is not None:
-                    progress(sample.num_tokens)
-        except BaseException:
-            _abandon(engine, tickets)
-            raise
+    submitted: list[Future[Ticket]] = [Future() for _ in samples]
+    feeder = Thread(target=_submit, args=(engine, samples, submitted), name="hs_ray-submit", daemon=True)
+    feeder.start()
+    try:
+        for sample, future in zip(samples, submitted, strict=True):
+            ticket = future.result()
+            waited_s += ticket.waited_s
+            fault = _write(engine, writer, sample, ticket)
+            if fault is not None:
+                again.append((sample, fault))
+            elif progress is not None:
+                progress(sample.num_tokens)
+    except BaseException:
+        _abandon(engine, submitted)
+        raise
     for sample, _ in again:  # alone: nothing else of this unit is in the engine any more
         fault = _write(engine, writer, sample, engine.submit(sample.input_ids))
         if fault is not None:
             writer.fail(sample, fault.code, f"{fault.message} (tried twice)")
     return waited_s
+
+
+def _submit(engine: HiddenStateEngine, samples: Sequence[Sample], submitted: Sequence[Future[Ticket]]) -> None:
+    """Submit a whole unit, then let the next one in."""
+    with engine.feeding:
+        for sample, future in zip(samples, submitted, strict=True):
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(engine.submit(sample.input_ids))
+            except Exception as error:  # noqa: BLE001  (whatever it is, the writer waits for it)
+                future.set_exception(error)
 
 
 def _write(engine: HiddenStateEngine, writer: ShardWriter, sample: Sample, ticket: Ticket) -> Fault | None:
@@ -80,12 +95,13 @@ def _unusable(columns: Sequence[str], result: SampleStates) -> Fault | None:
     return None
 
 
-def _abandon(engine: HiddenStateEngine, tickets: Sequence[Future[Ticket]]) -> None:
-    """After a failure: submit no more, and give back what was submitted once it is through."""
-    for submitted in tickets:
-        submitted.cancel()
-    for submitted in tickets:
-        if not submitted.cancelled() and submitted.exception() is None:
-            ticket = submitted.result()
-            ticket.future.exception()  # wait: rows may still be on their way into its extent
-            engine.release(ticket)
+def _abandon(engine: HiddenStateEngine, submitted: Sequence[Future[Ticket]]) -> None:
+    """After a failure: submit no more, and give back what was submitted and not yet written, once it is through."""
+    for future in submitted:
+        future.cancel()
+    for future in submitted:
+        if not future.cancelled() and future.exception() is None:
+            ticket = future.result()
+            if not ticket.released:
+                ticket.future.exception()  # wait: rows may still be on their way into its extent
+                engine.release(ticket)

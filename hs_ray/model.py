@@ -75,9 +75,6 @@ def resolve_model(config: ModelConfig, weights: bool = True) -> ModelInfo:
         raise UnsupportedError(f"model.path = {config.path}: {architectures[0]} has an encoder; a causal LM is needed")
     text = _text_config(raw, folder, config)
     tokenizer = folder if config.tokenizer is None else _locate("model.tokenizer", config.tokenizer, None)[0]
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    if weights:
-        digest.update((revision or content_digest(folder, config.path)).encode())
     return ModelInfo(
         name=config.path,
         path=str(folder),
@@ -87,9 +84,17 @@ def resolve_model(config: ModelConfig, weights: bool = True) -> ModelInfo:
         hidden_size=int(text["hidden_size"]),
         vocab_size=int(text["vocab_size"]),
         context_length=_context_length(text, config.path),
-        digest=digest.hexdigest(),
+        digest=model_digest(str(folder), config.path, revision, weights),
         tokenizer_path=str(tokenizer),
     )
+
+
+def model_digest(folder: str, name: str, revision: str | None, weights: bool = True) -> str:
+    """Of config.json and the weights: of their content, or for a hub model of the commit. Equal on every node."""
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    if weights:
+        digest.update((revision or content_digest(Path(folder), name)).encode())
+    return digest.hexdigest()
 
 
 def local_weights(info: ModelInfo) -> str:

@@ -1,24 +1,22 @@
 """Say what an output holds.
 
 python jobs/describe.py output.path=/nvme/hs               # counts, layers, sizes, lengths, one sample's norms
-python jobs/describe.py output.path=/nvme/hs report=true   # the same as a page, report.html in the output
+python jobs/describe.py output.path=/nvme/hs report=true   # and a page about the run, _run/report.html
 """
 
 import _checkout  # noqa: F401  (makes the clone importable)
 
 from hs_ray.config import DescribeJob, run_job
-from hs_ray.describe import REPORT, describe, html, text
+from hs_ray.describe import describe, text
+from hs_ray.report import write_report
 from hs_ray.storage import open_storage
 
 
 def main(job: DescribeJob) -> int:
     path = str(job.output.path)
-    description = describe(path, job.output.storage_options)
-    print(text(description), flush=True)
+    print(text(describe(path, job.output.storage_options)), flush=True)
     if job.report:
-        storage = open_storage(path, job.output.storage_options)
-        storage.write(REPORT, html(description).encode())
-        print(f"\nreport: {storage.root}/{REPORT}", flush=True)
+        print(f"\nreport: {write_report(open_storage(path, job.output.storage_options))}", flush=True)
     return 0
 
 

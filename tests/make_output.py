@@ -1,7 +1,7 @@
 """A complete small output by the contract, without an engine: the states of a tiny random Llama through transformers.
 
     made = make_output(tmp_path / "out")   # 3 units, 12 samples, one of them failed; 2 rejected lines, 1 blank one
-    rewrite(made, unit, change)            # damage a shard; its marker and the manifest are made to fit
+    rewrite(made, unit, change)            # damage a shard; its file's marker and the manifest are made to fit
 
 Written with pyarrow and json alone, so that what is tested here does not test itself.
 """
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hs_ray import schema
+from hs_ray.model import model_digest
 from hs_ray.schema import CaptureSpec, ColumnStats, Marker, Reject
 
 N, H, VOCAB = 8, 64, 300
@@ -204,10 +205,28 @@ def column_stats(states: np.ndarray) -> ColumnStats:
     )
 
 
-def write_unit(made: MadeOutput, unit: int, rows: list[dict[str, Any]] | None = None, stats: bool = True) -> Marker:
+def checksums(made: MadeOutput, rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Of every sample and column: sum over tokens t, from 1, of t times the sum of its bits as int16, modulo 2^64."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        sums = found.setdefault(row["sample_id"], [0] * len(made.spec.columns))
+        for c, name in enumerate(made.spec.columns):
+            for t, bits in enumerate(row[name].view(np.int16), row["token_start"] + 1):
+                sums[c] = (sums[c] + t * int(bits.sum(dtype=np.int64))) % 2**64
+    return found
+
+
+def write_unit(
+    made: MadeOutput,
+    unit: int,
+    rows: list[dict[str, Any]] | None = None,
+    stats: bool = True,
+    fit_checksums: bool = False,
+) -> Marker:
     """A shard and its marker, out of `rows` (states as uint16 arrays); the true rows if None.
 
-    stats: make the marker's statistics fit, too; else those of the true rows stay.
+    stats: make the marker's statistics fit, fit_checksums: and the samples' checksums; else those of the true rows
+    stay.
     """
     committed = [i for i in made.committed if made.unit_of[i] == unit]
     true_rows = [row for i in committed for row in sample_rows(made, i)]
@@ -234,6 +253,7 @@ def write_unit(made: MadeOutput, unit: int, rows: list[dict[str, Any]] | None = 
         rows=len(rows),
         tokens=sum(row["num_tokens"] for row in rows),
         columns={name: column_stats(np.concatenate([row[name] for row in measured])) for name in made.spec.columns},
+        checksums=checksums(made, rows if fit_checksums else true_rows),
         failed=[
             Reject(made.samples[i].sample_id, "train.jsonl", made.samples[i].line, "engine_error", "...")
             for i in failed
@@ -292,7 +312,7 @@ def _write_run(made: MadeOutput) -> None:
             "hidden_size": H,
             "vocab_size": VOCAB,
             "context_length": 512,
-            "digest": "d",
+            "digest": model_digest(str(made.model), "tiny", None),
             "tokenizer_path": str(made.model),
         },
         "spec": {
@@ -372,10 +392,13 @@ def write_manifest(made: MadeOutput) -> None:
 Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
-def rewrite(made: MadeOutput, unit: int, change: Change, *, stats: bool = True) -> None:
-    """Write a unit again with changed rows, marker and manifest made to fit: only a check of content can notice."""
+def rewrite(made: MadeOutput, unit: int, change: Change, *, stats: bool = True, fit_checksums: bool = False) -> None:
+    """Write a unit again with changed rows; size, sha256, counts and statistics of marker and manifest are made to fit.
+
+    fit_checksums: those of the samples, too, so that only a check of content or a reference can notice.
+    """
     rows = [row for i in made.committed if made.unit_of[i] == unit for row in sample_rows(made, i)]
-    write_unit(made, unit, change(rows), stats)
+    write_unit(made, unit, change(rows), stats, fit_checksums)
     write_manifest(made)
 
 

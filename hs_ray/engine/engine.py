@@ -58,6 +58,7 @@ class Ticket:
     def __init__(self, rid: str, num_tokens: int, extent: Extent, columns: int, waited_s: float):
         self.rid, self.num_tokens, self.extent, self.waited_s = rid, num_tokens, extent, waited_s
         self.future: Future[SampleStates] = Future()
+        self.released = False
         self._covered = 0
         self._answered = False
         self._stats = [ColumnStats()] * columns
@@ -141,6 +142,7 @@ class HiddenStateEngine:
         self.ring = Ring(options.ring_bytes)
         self._serials = itertools.count()
         self._tickets: dict[str, Ticket] = {}
+        self.feeding = Lock()  # held by whoever submits a unit, so that units go in one after the other
         self._lost_bytes = 0
         self._busy = _BusyClock()
         self._closing = False
@@ -215,6 +217,7 @@ class HiddenStateEngine:
 
     def release(self, ticket: Ticket) -> None:
         """Give the sample's shared memory back; its states must no longer be read."""
+        ticket.released = True
         self._tickets.pop(ticket.rid, None)
         if ticket.future.done() and ticket.future.exception() is None:
             self.ring.release(ticket.extent)

@@ -65,7 +65,13 @@ _BOTH = {
     "GraniteForCausalLM": HOOK,
     "CohereForCausalLM": HIDDEN,
 }
-_EMBEDDING_HOOK = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Llama4ForCausalLM", "Glm4MoeForCausalLM")
+_EMBEDDING_HOOK = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Llama4ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 
 _ENTRIES: dict[str, dict[str, Entry]] = {
     "0.5.17": {
@@ -77,6 +83,22 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
 }
 
 
+# Classes that SGLang runs and hs_ray does not take, where there is more to say than that no entry exists.
+_WIDE = "several residual streams run side by side (hyper-connections), and no single state is the model's"
+_SCALED = "what reaches its logits is scaled, and drafters are trained on what is not"
+REFUSED = {
+    "MiniCPMForCausalLM": _SCALED,
+    "MiniCPM3ForCausalLM": _SCALED,
+    "MiniCPMSALAForCausalLM": _SCALED,
+    "InklingForConditionalGeneration": _SCALED,
+    "DeepseekV4ForCausalLM": _WIDE,
+    "Glm5NextForCausalLM": _WIDE,
+    "KimiK3ForConditionalGeneration": _WIDE,
+    "Qwen4ExpForCausalLM": _WIDE,
+    "Gemma3nForConditionalGeneration": "each layer works on several versions of the stream (AltUp)",
+}
+
+
 def supported(release: str) -> list[str]:
     return sorted(_ENTRIES.get(release, {}))
 
@@ -84,3 +106,11 @@ def supported(release: str) -> list[str]:
 def entry_for(architecture: str, release: str) -> Entry | None:
     """How `architecture` (config.json `architectures[0]`) is captured on this release; None: not supported."""
     return _ENTRIES.get(release, {}).get(architecture)
+
+
+def refusal(architecture: str, release: str) -> str | None:
+    """Why the class is not supported, as one sentence; None if it is."""
+    if entry_for(architecture, release) is not None:
+        return None
+    reason = f": {REFUSED[architecture]}" if architecture in REFUSED else ""
+    return f"{architecture} is not supported with SGLang {release}{reason}; supported: {', '.join(supported(release))}"

@@ -17,7 +17,8 @@ from hs_ray.storage import Storage
 log = logging.getLogger(__name__)
 
 MOST_POINTS = 600
-SAVE_EVERY_S = 60.0
+SAVE_EVERY_S = 20.0
+SILENT_S = 15.0  # without a word from an engine: it is not up
 
 
 class History:
@@ -35,7 +36,7 @@ class History:
         """tokens: written by this driver's engines so far; states: (seconds since heard of, state)."""
         for _, state in states:
             self._by_engine[state.engine] = {"node": state.node, "busy_s": state.busy_s, "waited_s": state.waited_s}
-        up = sum(1 for heard, state in states if heard < SAVE_EVERY_S and state.state in ("running", "waiting"))
+        up = sum(1 for heard, state in states if heard < SILENT_S and state.state in ("running", "waiting"))
         busy = sum(engine["busy_s"] for engine in self._by_engine.values())
         # An engine speaks every two seconds: what it has worked since then, or shares would swing with the reading.
         busy += sum(heard for heard, state in states if state.units and heard < 2 * PUSH_SECONDS)

@@ -10,8 +10,11 @@
     measure    twin -> transformers -> SGLang with capture -> comparison
     proofs     engine/proofs.json and the user's cache
     quirks     what twins need so that SGLang runs them on this device
-    shapes     configs of known classes, for batch
+    shapes     config.json of known classes, for batch
     batch      `python -m hs_ray.prove.batch llama qwen3 ...`: several classes, results to one file
+    docs       docs/models.md, from the proofs
+
+Importing this package imports neither torch nor sglang.
 """
 
 from hs_ray.prove.request import request_for

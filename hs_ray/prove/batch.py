@@ -1,14 +1,15 @@
 """`python -m hs_ray.prove.batch llama qwen3 ... --out proofs.json`: several classes, one after another.
 
 No hub and no model folder is needed: configs are those of `shapes`. Each runs in a process of its own with a time
-limit; one that fails does not stop the others. What came out, passed or not, goes to --out; `--keep` puts only
-what passed there (so it can be hs_ray/engine/proofs.json). Exit code 1 if any did not pass.
+limit, `--jobs` of them at once; one that fails does not stop the others. What came out, passed or not, goes to --out;
+`--keep` puts only what passed there (so it can be hs_ray/engine/proofs.json). Exit code 1 if any did not pass.
 """
 
 import argparse
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--attention-backend", help="SGLang's choice if left out, torch_native on CPU")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each class")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="proofs at once, all on the same devices")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--arg", action="append", default=[], metavar="NAME=JSON", help="another SGLang server argument")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=JSON", help="another SGLang server argument"
+    )
     return parser.parse_args()
 
 
@@ -44,24 +48,30 @@ def main() -> int:
     for pair in given.arg:
         name, _, value = pair.partition("=")
         extra[name] = json.loads(value)
+    names = given.names or list(SHAPES)
     failed = []
-    for name in given.names or SHAPES:
-        request = Request(
-            config=SHAPES[name],
-            release=installed_release(),
-            device=given.device,
-            tp_size=given.tp_size,
-            attention_backend=given.attention_backend,
-            seed=given.seed,
-            args=extra,
-        )
-        proof = _one(name, request, given.limit)
-        if proof is None or not proof.ok:
-            failed.append(name)
-        if proof is not None and given.out and (proof.ok or not given.keep):
-            add_proofs(given.out, [proof])
+    with ThreadPoolExecutor(given.jobs) as pool:
+        running = {pool.submit(_one, name, _request(name, given, extra), given.limit): name for name in names}
+        for future in as_completed(running):
+            proof = future.result()
+            if proof is None or not proof.ok:
+                failed.append(running[future])
+            if proof is not None and given.out and (proof.ok or not given.keep):
+                add_proofs(given.out, [proof])
     say(f"not passed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
+
+
+def _request(name: str, given: argparse.Namespace, extra: dict[str, Any]) -> Request:
+    return Request(
+        config=SHAPES[name],
+        release=installed_release(),
+        device=given.device,
+        tp_size=given.tp_size,
+        attention_backend=given.attention_backend,
+        seed=given.seed,
+        args=extra,
+    )
 
 
 def _one(name: str, request: Request, limit_s: float) -> Proof | None:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hs_ray.engine import patching
 from hs_ray.engine.canary import as_float32
-from hs_ray.engine.models import entry_for, supported
+from hs_ray.engine.models import entry_for, refusal
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import UnsupportedError
 from hs_ray.prove import quirks
@@ -40,10 +41,7 @@ def measure(request: Request) -> Proof:
     """Run the proof. Raises UnsupportedError for a class without an entry; an engine that fails ends the process."""
     entry = entry_for(request.architecture, request.release)
     if entry is None:
-        raise UnsupportedError(
-            f"{request.architecture}: hs_ray does not know how SGLang {request.release} gives its states; "
-            f"known: {', '.join(supported(request.release))}"
-        )
+        raise UnsupportedError(str(refusal(request.architecture, request.release)))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hs_ray-prove-") as name:
         folder = Path(name)
@@ -87,7 +85,7 @@ def reference_states(
 
 
 @contextlib.contextmanager
-def running_engine(request: Request, folder: Path, spec: CaptureSpec) -> Iterator:
+def running_engine(request: Request, folder: Path, spec: CaptureSpec) -> Iterator[Any]:
     from hs_ray.engine.engine import HiddenStateEngine
 
     longest = 4 * max(LENGTHS)
@@ -115,7 +113,7 @@ def running_engine(request: Request, folder: Path, spec: CaptureSpec) -> Iterato
         engine.close()
 
 
-def all_ways(engine: object, prompts: Prompts) -> list[list[States]]:
+def all_ways(engine: Any, prompts: Prompts) -> list[list[States]]:
     """The same prompts one after another, all together, and together in another order: states by prompt."""
     alone = [together(engine, [prompt])[0] for prompt in prompts]
     batched = together(engine, prompts)
@@ -123,14 +121,14 @@ def all_ways(engine: object, prompts: Prompts) -> list[list[States]]:
     return [alone, batched, list(reversed(backwards))]
 
 
-def together(engine: object, prompts: Prompts) -> list[States]:
-    tickets = [engine.submit(prompt) for prompt in prompts]  # type: ignore[attr-defined]
-    found = []
+def together(engine: Any, prompts: Prompts) -> list[States]:
+    tickets = [engine.submit(prompt) for prompt in prompts]
+    columns = engine.options.spec.columns
+    found: list[States] = []
     for ticket in tickets:
         sample = ticket.future.result(timeout=REQUEST_SECONDS)
-        columns = engine.options.spec.columns  # type: ignore[attr-defined]
         found.append({name: as_float32(state) for name, state in zip(columns, sample.states, strict=True)})
-        engine.release(ticket)  # type: ignore[attr-defined]
+        engine.release(ticket)
     return found
 
 

@@ -1,5 +1,6 @@
 """Proofs from the outside: started in a process of their own, with a time limit, and kept."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,10 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hs_ray.engine.models import entry_for, supported
+from hs_ray.engine.models import refusal
 from hs_ray.errors import CaptureError, UnsupportedError
 from hs_ray.prove.proofs import Proof, add_proofs, cached_path, find_proof, lock, read_proofs
 from hs_ray.prove.request import Request, from_options
+from hs_ray.prove.worker import FOLDER_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,10 @@ class ProofError(CaptureError):
 
 
 def check(architecture: str, release: str, model: str) -> None:
-    """Quick, imports nothing heavy: raises UnsupportedError for a class that has no entry."""
-    if entry_for(architecture, release) is None:
-        raise UnsupportedError(
-            f"model.path = {model}: {architecture} is not supported with SGLang {release}; "
-            f"supported: {', '.join(supported(release))}"
-        )
+    """For the driver; quick, imports nothing heavy. Raises UnsupportedError for a class that is not known."""
+    reason = refusal(architecture, release)
+    if reason:
+        raise UnsupportedError(f"model.path = {model}: {reason}")
 
 
 def ensure(options: Any, mode: str = "auto") -> Proof | None:
@@ -65,12 +65,11 @@ def keep(proof: Proof) -> Path:
 def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
     """Run one proof, passed or not. Raises ProofError where it could not be run to its end."""
     check(request.architecture, request.release, request.architecture)
-    with tempfile.TemporaryDirectory(prefix="hs_ray-prove-") as name:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         asked, result, output = (Path(name) / part for part in ("request.json", "result.json", "output.txt"))
         asked.write_text(request.to_json())
         command = [sys.executable, "-m", "hs_ray.prove.worker", str(asked), str(result)]
-        with output.open("wb") as file:
-            code = _run_group(command, file, limit_s)
+        code = _run_group(command, Path(name), output, limit_s)
         # The result counts, not the exit code: an engine's end may take its process with it.
         if result.is_file():
             return read_proofs(result)[0]
@@ -79,24 +78,22 @@ def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
         raise ProofError(f"{request.key}: the proof did not run to its end ({_ending(code, limit_s)}): {text}")
 
 
-def _run_group(command: list[str], output: Any, limit_s: float) -> int | None:
-    """Run in a session of its own and end all of it. None: it ran into the limit."""
+def _run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int | None:
+    """Run in a session of its own, with its temporary files in `folder`, and end all of it. None: it hit the limit."""
     # The package may be a checkout that is on this process's path only.
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-    )
+    paths = [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TMPDIR": str(folder)}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
@@ -104,4 +101,3 @@ def _ending(code: int | None, limit_s: float) -> str:
     if code is None:
         return f"stopped after {limit_s:.0f} s"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-

@@ -1,7 +1,18 @@
-"""`python -m hs_ray.prove.worker REQUEST RESULT`: one proof; both are JSON files. Leaves by the engine's own end."""
+"""`python -m hs_ray.prove.worker REQUEST RESULT`: one proof; both are JSON files.
 
+Started in a session of its own by `run`. It ends that session when its parent is gone, so a killed actor leaves no
+engine behind.
+"""
+
+import os
+import shutil
+import signal
 import sys
+import time
 from pathlib import Path
+from threading import Thread
+
+FOLDER_PREFIX = "hs_ray-prove-"
 
 
 def main() -> None:
@@ -12,12 +23,21 @@ def main() -> None:
     from hs_ray.prove.request import Request
 
     request, result = Path(sys.argv[1]), Path(sys.argv[2])
+    Thread(target=_end_with, args=(os.getppid(), request.parent), daemon=True).start()
     try:
         proof = measure(Request.from_json(request.read_text()))
     except HsRayError as error:
         result.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)
     add_proofs(result, [proof])
+
+
+def _end_with(parent: int, folder: Path) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    if folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def _head(facts: Facts) -> list[str]:
     if facts.spans:
         written = sum(span.rate * (span.end - span.start) for span in facts.spans)
         working = sum(span.end - span.start for span in facts.spans if span.rate) or facts.seconds
-        tiles += [(duration(facts.seconds), "driver time"), (compact(written / working), "tok/s while writing")]
+        tiles += [(duration(facts.seconds), "driver time")]
+        tiles += [(compact(written / working), "tok/s while writing")] if written else []
     cells = "".join(f'<div class="tile"><b>{escape(value)}</b>{escape(name)}</div>' for value, name in tiles)
     model = facts.run["model"]
     return [

@@ -18,6 +18,12 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 15.0
 QUIET_S = 60.0  # without a line of the log: look whether the job still runs, and follow it anew
 REQUEST_S = 10.0
 
+NOISY = (  # loggers that name every ignored file and every closed connection
+    "ray._private.runtime_env.packaging",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
+
 Say = Callable[[str], None]
 
 
@@ -95,7 +101,8 @@ class JobServer:
             os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # or Ray takes RAY_ADDRESS before what it is given
             from ray.job_submission import JobSubmissionClient
 
-            logging.getLogger("ray").setLevel(logging.WARNING)  # names each ignored file, and every closed connection
+            for name in NOISY:
+                logging.getLogger(name).setLevel(logging.WARNING)
             with _translated():
                 self._client = JobSubmissionClient(self.address)
         return self._client

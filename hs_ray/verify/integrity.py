@@ -147,7 +147,7 @@ def _shards(
     spec = run_spec(run)
     present = {info.path for info in storage.list(SHARDS)}
     chosen = [marker for marker in markers if marker.shard in present]
-    content = ContentChecks(sum(marker.samples for marker in chosen), len(spec.columns))
+    content = ContentChecks()
 
     def audit(marker: Marker) -> ShardAudit:
         failed = {reject.sample_id for reject in marker.failed}
@@ -167,7 +167,7 @@ def _shards(
         report.count("shards")
         for probe in result.probes:
             content.add(probe)
-    report.merge(content.finish())
+    report.merge(content.report)
 
 
 def _parallel(call: Any, items: list[Marker], workers: int) -> Iterator[ShardAudit]:

@@ -12,12 +12,14 @@ itself, however small its part in the means.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from hs_ray.errors import ConfigError, UnsupportedError
+from hs_ray.model import model_digest
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import CaptureSpec
 from hs_ray.verify.argmax import model_folder
@@ -136,10 +138,15 @@ def verify_reference(
     model_path: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ReferenceReport:
-    """Compare `samples` random samples, all of them if there are no more. Holds the model twice: fp32 and bf16."""
+    """Compare `samples` random samples, all of them if there are no more. Holds the model twice: fp32 and bf16.
+
+    model_path: another folder of the model; it may hold other files, such as a bf16 copy of an fp8 model. Raises
+    ConfigError if the model's own files are no longer those of the run.
+    """
     dataset = HiddenStatesDataset(path, incomplete=incomplete, rank=0, world_size=1, storage_options=storage_options)
     spec, run = dataset.output.spec, dataset.output.run
     where = model_folder(run, model_path)
+    same_files = _same_files(where, run["model"], model_path is not None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     trust = bool(run["config"]["model"].get("trust_remote_code", False))
     truth = TransformersReference(where, spec, torch.float32, device, trust)
@@ -160,7 +167,9 @@ def verify_reference(
         "samples_compared": len(chosen),
         "tokens_compared": next(iter(errors.values()))[0].tokens if chosen else 0,
     }
-    report.table = [
+    if not same_files:
+        report.table = [f"note: {where} holds other files than the model that the output was made with"]
+    report.table += [
         f"{'column':<16} {'output of':>10} {'error':>9} {'bf16 run':>9} {'by token':>9} {'bf16 run':>9}  worst sample"
     ]
     for name, (ours, theirs) in errors.items() if chosen else ():
@@ -171,6 +180,19 @@ def verify_reference(
             f"{theirs.token:9.5f}  {ours.samples[worst]:.4f} {names[worst][0]}"
         )
     return report
+
+
+def _same_files(where: str, model: Mapping[str, Any], chosen: bool) -> bool:
+    """Whether the folder holds the files that the output was made with. chosen: by the user, so that it need not."""
+    if not (Path(where) / "config.json").is_file():
+        raise ConfigError(f"model_path = {where}: no model folder with a config.json there; give the model's folder")
+    same = model_digest(where, model["name"], model["revision"]) == model["digest"]
+    if not same and not chosen:
+        raise ConfigError(
+            f"model_path = null: the files in {where} are no longer those that the output was made with; "
+            f"give the folder of the run's model, for example model_path=/models/the-model"
+        )
+    return same
 
 
 def _origin(column: str, spec: CaptureSpec) -> str:

@@ -62,15 +62,3 @@ def repeated_rows(bits: np.ndarray, input_ids: np.ndarray) -> tuple[int, int] | 
         if input_ids[a] != input_ids[b] and bits[a].any() and np.array_equal(bits[a], bits[b]):
             return a, b
     return None
-
-
-def shared_prefix(ids: list[np.ndarray]) -> list[int]:
-    """For each sample the length of the longest prefix that it shares with another of the list."""
-    order = sorted(range(len(ids)), key=lambda i: ids[i].tolist())
-    shared = [0] * len(ids)
-    for a, b in zip(order, order[1:], strict=False):
-        length = min(len(ids[a]), len(ids[b]))
-        differ = np.flatnonzero(ids[a][:length] != ids[b][:length])
-        common = int(differ[0]) if len(differ) else length
-        shared[a], shared[b] = max(shared[a], common), max(shared[b], common)
-    return shared

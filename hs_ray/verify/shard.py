@@ -10,11 +10,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hs_ray.reader.shard import READ_ERRORS, decode_state
-from hs_ray.schema import METADATA_KEY, STATE_BYTES, CaptureSpec, ColumnStats, Marker, Sample, marker_path, shard_schema
+from hs_ray.schema import (
+    METADATA_KEY,
+    STATE_BYTES,
+    CaptureSpec,
+    ColumnStats,
+    Marker,
+    Sample,
+    marker_path,
+    shard_schema,
+    state_checksum,
+)
 from hs_ray.storage import Storage
 from hs_ray.verify.content import SampleProbe, probe_sample
 from hs_ray.verify.report import Report
-from hs_ray.verify.rows import measure, repeated_rows, shared_prefix, stats_differ
+from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
 SMALL = ("sample_id", "source", "line", "num_tokens", "sample_tokens", "token_start")
 EMBEDDINGS = "hidden_0"  # zeros and repeats are the model's own there
@@ -115,13 +125,11 @@ class _Rows:
         self.vocab: int = run["model"]["vocab_size"]
         self.compression: str = run["config"]["output"]["compression"]
         self.stats = {name: ColumnStats() for name in columns}
+        self.checksums: dict[str, dict[str, int]] = {}  # of each sample, by column
 
     def check(self, marker: Marker) -> None:
         expected = self._expected()
         counts = {"rows": self.parquet.num_row_groups, "samples": 0, "tokens": 0}
-        shared = dict(
-            zip([s.sample_id for s in self.planned], shared_prefix([s.input_ids for s in self.planned]), strict=True)
-        )
         seen: list[tuple[str, int]] = []
         for number in range(self.parquet.num_row_groups):
             try:
@@ -138,11 +146,10 @@ class _Rows:
             self._against_plan(number, row, expected[number] if number < len(expected) else None)
             states = self._states(number, row, table)
             if row["token_start"] == 0 and len(states) == len(self.columns):
-                common = shared.get(row["sample_id"], 0)
-                self.audit.probes.append(
-                    probe_sample(row["sample_id"], self.path, row["input_ids"], states, common, self.last)
-                )
+                probe = probe_sample(row["sample_id"], self.path, row["input_ids"], states, self.last)
+                self.audit.probes.append(probe)
         self._coverage(seen, [(row["sample_id"], row["token_start"]) for row in expected])
+        self._against_checksums(marker)
         for name, found in counts.items():
             self.report.count(name, found)
             if found != getattr(marker, name):
@@ -244,7 +251,24 @@ class _Rows:
                 continue
             states[name] = bits.reshape(row["num_tokens"], self.hidden)
             self._column(where, name, row["input_ids"], states[name])
+            of_sample = self.checksums.setdefault(row["sample_id"], {})
+            piece = state_checksum(states[name], row["token_start"])
+            of_sample[name] = (of_sample.get(name, 0) + piece) % 2**64
         return states
+
+    def _against_checksums(self, marker: Marker) -> None:
+        """Every bit is the one that the device computed, for this sample and this column."""
+        missing = [name for name in self.checksums if len(marker.checksums.get(name, ())) != len(self.columns)]
+        if missing:
+            detail = f"{len(missing)} samples have no checksums of their {len(self.columns)} columns"
+            self.report.add("bits", marker_path(marker.unit), f"{detail}, the first is {missing[0]!r}")
+        for sample_id in [name for name in self.checksums if name not in missing]:
+            recorded = dict(zip(self.columns, marker.checksums[sample_id], strict=True))
+            for name, found in self.checksums[sample_id].items():
+                self.report.count("checksums")
+                if found != recorded[name]:
+                    detail = "the bits are not those that the device computed"
+                    self.report.add("bits", self.path, f"sample {sample_id!r}, column {name}: {detail}")
 
     def _column(self, where: str, name: str, input_ids: np.ndarray, bits: np.ndarray) -> None:
         found = measure(bits)

@@ -89,7 +89,7 @@ def test_a_limit_frees_the_workers(ray_cluster: None, tmp_path: Path) -> None:
     job.input.path = str(tmp_path / "long.jsonl")
     tables = read_tables(split_sources(list_sources(job.input), 2**20), resolve(job).tokenize_settings, 4)
     next(tables)
-    tables.close()  # type: ignore[attr-defined]
+    tables.close()
     deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""hs_ray.describe: figures of a known output, for a terminal and as a page."""
+"""hs_ray.describe: figures of a known output, for a terminal."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from make_output import H, MadeOutput, make_output, to_float
 
 from hs_ray import schema
-from hs_ray.describe import describe, html, layer_text, size_text, text
+from hs_ray.describe import describe, layer_text, size_text, text
 from hs_ray.errors import OutputError
 
 
@@ -41,13 +41,6 @@ def test_text_shows_both_spellings(made: MadeOutput):
     assert layer_text(schema.layer_spellings([0])[0]) == "0 (the embeddings)"
 
 
-def test_page_stands_alone(made: MadeOutput):
-    page = html(describe(str(made.path)))
-    assert page.startswith("<!doctype html>") and page.endswith("</html>")
-    assert "http" not in page and "<script" not in page and "color-scheme: light dark" in page
-    assert page.count("<table") == page.count("</table>") == 4
-
-
 def test_unfinished_and_absent(tmp_path: Path):
     made = make_output(tmp_path / "out", complete=False)
     d = describe(str(made.path))
@@ -69,4 +62,4 @@ def test_job(made: MadeOutput):
     ]
     result = subprocess.run(job, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "11 with states" in result.stdout, result.stderr
-    assert (made.path / "report.html").read_text().startswith("<!doctype html>")
+    assert (made.path / "_run/report.html").read_text().startswith("<!doctype html>")

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,7 @@ from hs_ray.reader import HiddenStatesDataset
 from hs_ray.storage import open_storage
 from hs_ray.verify import verify_argmax, verify_integrity, verify_reference
 from hs_ray.verify.argmax import output_matrix
-from hs_ray.verify.content import own_token_scores
-from hs_ray.verify.rows import measure, repeated_rows, shared_prefix, stats_differ
+from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
 Rows = list[dict[str, Any]]
 
@@ -62,6 +63,7 @@ def test_a_sound_output_passes(tmp_path: Path, compression: str):
     assert report.problems == []
     assert report.counts["samples"] == 11 and report.counts["failed"] == 1 and report.counts["rejected"] == 2
     assert report.counts["tokens"] == sum(made.samples[i].num_tokens for i in made.committed)
+    assert report.counts["checksums"] == 11 * len(made.spec.columns)
 
 
 def test_pieces_pass_and_a_lost_piece_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +74,7 @@ def test_pieces_pass_and_a_lost_piece_is_found(tmp_path: Path, monkeypatch: pyte
     assert "('id-1', 50)" in found(made)["coverage"][0]
 
 
-# ---- the five kinds of damage: as they happen, and with the marker made to fit ----
+# ---- the five kinds of damage: as they happen, with the marker made to fit, with the checksums made to fit, too ----
 
 
 def flip_a_state(made: MadeOutput) -> None:
@@ -80,28 +82,99 @@ def flip_a_state(made: MadeOutput) -> None:
     flip_byte(made.shard(0), column.data_page_offset + column.total_compressed_size - 1001)  # a high byte
 
 
-def test_flipped_byte(made: MadeOutput):
+def flipped_byte(made: MadeOutput, rows: Rows) -> Rows:
+    largest = int(np.argmax(rows[0]["hidden_2"][20] & 0x7FFF))
+    rows[0]["hidden_2"][20, largest] ^= 0x8000  # its sign: no statistic sees it
+    return rows
+
+
+def missing_row(made: MadeOutput, rows: Rows) -> Rows:
+    return rows[:2] + rows[3:]
+
+
+def swapped_samples(made: MadeOutput, rows: Rows) -> Rows:
+    a, b = sorted(rows[:2], key=lambda row: -row["num_tokens"])
+    for name in made.spec.columns:
+        length = len(b[name])
+        a[name][:length], b[name][:] = b[name].copy(), a[name][:length].copy()
+    return rows
+
+
+def shifted_layer(made: MadeOutput, rows: Rows) -> Rows:
+    number = {sample.sample_id: i for i, sample in enumerate(made.samples)}
+    samples = [made.samples[number[row["sample_id"]]] for row in rows]
+    states = true_states(made.model, samples, dataclasses.replace(made.spec, layers=(3,)))
+    return [row | {"hidden_2": state["hidden_3"]} for row, state in zip(rows, states, strict=True)]
+
+
+def zeroed_sample(made: MadeOutput, rows: Rows) -> Rows:
+    return [rows[0] | {name: np.zeros_like(rows[0][name]) for name in made.spec.columns}, *rows[1:]]
+
+
+Damage = Callable[[MadeOutput, Rows], Rows]
+DAMAGES = [flipped_byte, missing_row, swapped_samples, shifted_layer, zeroed_sample]
+
+
+def damage(made: MadeOutput, kind: Damage, **fit: bool) -> None:
+    """To one shard; of a shifted layer, to all of them: nothing of the output is left to tell."""
+    for unit in (0, 1, 2) if kind is shifted_layer else (1,):
+        rewrite(made, unit, lambda rows: kind(made, rows), **fit)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage(made: MadeOutput, kind: Damage):
+    """The marker is what it was."""
+    marker = made.path / schema.marker_path(1)
+    before = marker.read_text()
+    rewrite(made, 1, lambda rows: kind(made, rows))
+    marker.write_text(before)
+    write_manifest(made)
+    problems = found(made)
+    assert "unit-000001" in problems["checksum"][0]
+    assert problems.keys() & {"bits", "coverage"}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_that_fits_the_marker(made: MadeOutput, kind: Damage):
+    """Size, sha256, counts and statistics fit; what the device computed does not."""
+    damage(made, kind)
+    problems = found(made)
+    if kind is missing_row:
+        assert "('id-7', 0)" in problems["coverage"][0]
+        assert "10 committed + 1 failed" in problems["conservation"][0]
+    else:
+        expected = {
+            flipped_byte: {("id-4", "hidden_2")},
+            swapped_samples: {(name, column) for name in ("id-4", "id-5") for column in made.spec.columns},
+            shifted_layer: {(made.samples[i].sample_id, "hidden_2") for i in made.committed},
+            zeroed_sample: {("id-4", column) for column in made.spec.columns},
+        }[kind]
+        told = [re.search(r"sample '(.+)', column (.+): the bits are not", text) for text in problems["bits"]]
+        assert {match.groups() for match in told if match} == expected and len(told) == len(expected)
+        others = {"zeros", "columns", "prefix"} if kind is zeroed_sample else set()
+        assert problems.keys() == {"bits"} | others
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_that_fits_every_checksum(made: MadeOutput, kind: Damage):
+    """Only the values tell, against transformers; or the plan, where a row is missing."""
+    damage(made, kind, fit_checksums=True)
+    if kind is missing_row:
+        assert "coverage" in found(made)
+        return
+    assert "bits" not in found(made)
+    details = [problem.detail for problem in verify_reference(str(made.path), samples=99).problems]
+    assert any("'id-4', column hidden_2" in text for text in details)
+    if kind is swapped_samples:
+        assert any("'id-5', column hidden_2" in text for text in details)
+
+
+def test_flipped_byte_of_the_file(made: MadeOutput):
     flip_a_state(made)
     assert "unit-000000" in found(made)["checksum"][0]
-
-
-def test_flipped_byte_that_fits_the_checksum(made: MadeOutput):
-    flip_a_state(made)
     fit_marker(made, read_marker(made, 0))
     write_manifest(made)
     assert "row 0 cannot be read" in found(made)["file"][0]  # the pages carry checksums of their own
-
-
-def test_changed_byte_that_fits_every_checksum(made: MadeOutput):
-    def change(rows: Rows) -> Rows:
-        largest = int(np.argmax(rows[0]["hidden_2"][20] & 0x7FFF))
-        rows[0]["hidden_2"][20, largest] ^= 0x8000  # its sign: no statistic sees it
-        return rows
-
-    rewrite(made, 0, change)
-    assert found(made) == {}
-    problems = verify_reference(str(made.path), samples=99).problems
-    assert any("sample 'id-0', column hidden_2" in problem.detail for problem in problems)
 
 
 def test_flipped_byte_in_the_ids(made: MadeOutput):
@@ -114,28 +187,19 @@ def test_flipped_byte_in_the_ids(made: MadeOutput):
     assert "sample 'id-0': input_ids" in found(made)["plan"][0]
 
 
-def test_missing_row(made: MadeOutput):
-    rewrite(made, 0, lambda rows: rows[:2] + rows[3:])
-    problems = found(made)
-    assert "('id-2', 0)" in problems["coverage"][0]
-    assert "10 committed + 1 failed" in problems["conservation"][0]
-
-
 def test_swapped_rows(made: MadeOutput):
     rewrite(made, 0, lambda rows: [rows[1], rows[0], *rows[2:]])
     assert found(made).keys() == {"plan"}
 
 
-def test_swapped_states_are_found_by_value(made: MadeOutput):
-    def change(rows: Rows) -> Rows:
-        a, b = rows[0], rows[1]  # 90 and 40 tokens
-        for name in made.spec.columns:
-            a[name][:40], b[name][:] = b[name].copy(), a[name][:40].copy()
-        return rows
+def test_a_marker_without_checksums(made: MadeOutput):
+    marker = read_marker(made, 1)
+    fit_marker(made, dataclasses.replace(marker, checksums={"id-4": marker.checksums["id-4"]}))
+    text = found(made)["bits"]
+    assert text == ["_run/done/unit-000001.json: 2 samples have no checksums of their 4 columns, the first is 'id-5'"]
 
-    rewrite(made, 1, change)
-    details = [p.detail for p in verify_reference(str(made.path), samples=99).problems]
-    assert any("'id-4'" in text for text in details) and any("'id-5'" in text for text in details)
+
+# What a capture could take from the device wrongly: checksums, taken there, too, would fit.
 
 
 def test_states_of_another_sample(made: MadeOutput):
@@ -144,38 +208,32 @@ def test_states_of_another_sample(made: MadeOutput):
             rows[0][name] = made.states[5][name].copy()  # both have 40 tokens
         return rows
 
-    rewrite(made, 0, change)
+    rewrite(made, 0, change, fit_checksums=True)
     assert "sample 'id-5' has states of 'id-0'" in found(made)["repeated"][0]
 
 
-def test_layer_shifted_by_one(made: MadeOutput):
-    shifted = true_states(made.model, made.samples, dataclasses.replace(made.spec, layers=(3,)))
-    number = {sample.sample_id: i for i, sample in enumerate(made.samples)}
+def test_states_of_other_tokens_where_samples_begin_alike(made: MadeOutput):
+    rewrite(
+        made, 1, lambda rows: [row | {"hidden_4": row["hidden_4"][::-1].copy()} for row in rows], fit_checksums=True
+    )
+    assert all("column hidden_4: begins with the tokens of" in text for text in found(made)["prefix"])
+
+
+def test_a_routers_flip_is_no_problem(made: MadeOutput):
+    """In a mixture of experts noise changes which experts a token goes through: of one shared prefix state or two."""
 
     def change(rows: Rows) -> Rows:
         for row in rows:
-            row["hidden_2"] = shifted[number[row["sample_id"]]]["hidden_3"]
+            row["hidden_4"][:2] = row["hidden_4"][:2][::-1].copy()  # 1 and 2 tokens deep, of 1, 2, 4, 8
         return rows
 
-    rewrite(made, 1, change)  # in one shard: its samples begin as others do, and yet their states differ there
-    assert all("column hidden_2: begins with the tokens of" in text for text in found(made)["prefix"])
-    for unit in (0, 2):
-        rewrite(made, unit, change)
-    assert found(made) == {}  # everywhere: only the values tell
-    problems = verify_reference(str(made.path), samples=4).problems
-    assert problems and all("column hidden_2" in problem.detail for problem in problems)
+    rewrite(made, 1, change, fit_checksums=True)
+    assert found(made) == {}
 
 
 def test_one_column_in_place_of_another(made: MadeOutput):
-    rewrite(made, 1, lambda rows: [row | {"hidden_4": row["hidden_5"]} for row in rows])
+    rewrite(made, 1, lambda rows: [row | {"hidden_4": row["hidden_5"]} for row in rows], fit_checksums=True)
     assert "columns hidden_4 and hidden_5 hold the same states" in found(made)["columns"][0]
-
-
-def test_zeroed_sample(made: MadeOutput):
-    rewrite(
-        made, 2, lambda rows: [rows[0] | {name: np.zeros_like(rows[0][name]) for name in made.spec.columns}, *rows[1:]]
-    )
-    assert "sample 'id-8', column hidden_2: 50 of 50 tokens are all zero" in found(made)["zeros"][0]
 
 
 # ---- other damage ----
@@ -261,6 +319,18 @@ def test_reference_passes_and_needs_the_model(made: MadeOutput):
         verify_reference(str(made.path), model_path=str(made.path))
 
 
+def test_reference_wants_the_model_of_the_run(made: MadeOutput, tmp_path: Path):
+    other = Path(shutil.copytree(made.model, tmp_path / "other"))
+    with (other / "config.json").open("a") as file:
+        file.write("\n")
+    report = verify_reference(str(made.path), samples=2, model_path=str(other))
+    assert "holds other files than the model" in report.table[0]  # a copy in another precision may be wanted
+    run = made.path / schema.RUN_JSON
+    run.write_text(run.read_text().replace(str(made.model), str(other)))
+    with pytest.raises(ConfigError, match="no longer those that the output was made with"):
+        verify_reference(str(made.path))
+
+
 # ---- parts ----
 
 
@@ -276,23 +346,6 @@ def test_repeats_of_one_token_are_right():
     bits = np.array([[1, 2, 3, 4, 5]] * 2 + [[1, 2, 3, 4, 6]], dtype=np.uint16)
     assert repeated_rows(bits, np.array([7, 7, 8])) is None
     assert repeated_rows(bits, np.array([7, 9, 8])) == (0, 1)
-
-
-def test_shared_prefix():
-    ids = [np.array(x, dtype=np.int32) for x in ([1, 2, 3], [9], [1, 2, 4, 5], [1])]
-    assert shared_prefix(ids) == [2, 0, 2, 1]
-
-
-def test_own_token_scores_tell_swapped_samples():
-    random = np.random.default_rng(0)
-    meaning, samples, length = random.normal(size=(50, 16)), 30, 40
-    token = random.integers(0, 50, (samples, length))
-    values = 0.7 * meaning[token] + random.normal(size=(samples, length, 16))
-    values[[3, 8]] = values[[8, 3]]
-    owner = np.repeat(np.arange(samples), length)
-    z, size = own_token_scores(values.reshape(-1, 16).astype(np.float32), token.reshape(-1), owner, samples)
-    right = np.delete(z, [3, 8])
-    assert (size == length).all() and right.min() > 8 and max(z[3], z[8]) < 2
 
 
 def test_job_exit_codes(made: MadeOutput, tmp_path: Path):
