@@ -22,7 +22,7 @@ import ray
 ROOT = Path(__file__).parents[1]
 UPLOADED = ("conf", "hs_ray", "jobs", "patches", "pyproject.toml", ".gitignore", ".rayignore")
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "planted-aws-7c1f9e", "HF_TOKEN": "planted-hf-51d0a8"}  # of the whole cluster
-START_S = 120.0
+START_S = 300.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -105,14 +105,14 @@ class RayHead:
         request = urllib.request.Request(self.address + path)
         if self.env["RAY_AUTH_MODE"] == "token":
             request.add_header("Authorization", f"Bearer {self.token}")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def scrape(self) -> Counter[str]:
         """Sums of our metrics over all engines, at the node's metrics port; none before its agent is up."""
         sums: Counter[str] = Counter()
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=60) as answer:
                 lines = answer.read().decode().splitlines()
         except OSError:
             return sums

@@ -1,6 +1,7 @@
 """From a BenchJob to rows: what is timed, on what, in which order."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hs_ray.bench import prompts, timing
@@ -56,7 +57,9 @@ def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) ->
     }
     options = setting.options
     warm = prompts.equal(min(512, options.max_seq_len), WARM_TOKENS * max(options.chunk, 1), options.vocab_size, seed=0)
-    processes = {name: timing.Process(maker, setting) for name, maker in makers.items()}
+    with ThreadPoolExecutor(len(makers)) as pool:  # they start side by side
+        started = pool.map(lambda maker: timing.Process(maker, setting), makers.values())
+        processes = dict(zip(makers, started, strict=True))
     try:
         for process in processes.values():
             process.time(warm)

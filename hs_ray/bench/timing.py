@@ -55,12 +55,12 @@ def compare(
     rows: list[Row] = []
     for label, prompts in workloads.items():
         tokens = sum(len(p) for p in prompts)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}  # for all of the tokens
         waited: dict[str, float] = dict.fromkeys(ways, 0.0)
         for _ in range(repeats):
             for name, way in ways.items():
                 result = way.time(prompts)
-                seconds[name].append(result["seconds"])
+                seconds[name].append(result["seconds"] * tokens / result.get("tokens", tokens))
                 waited[name] += result.get("waited", 0.0)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         yardstick = medians[next(iter(ways))]

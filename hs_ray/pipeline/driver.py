@@ -47,7 +47,7 @@ from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
 from hs_ray.storage import Storage, open_storage
 
-RING_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # shared memory of one engine, unless the plan needs more
+RING_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}  # shared memory of one engine, unless the plan needs more
 INDEX_S = 10.0  # between writes of the markers' index
 ROWS_IN_RING = 4  # the longest sample must fit this often
 
