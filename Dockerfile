@@ -14,7 +14,9 @@ RUN pip wheel --no-cache-dir --no-deps -w /wheels .
 
 FROM ${BASE}
 COPY --from=wheel /wheels /wheels
-# sglang and torch are the image's; pip refuses if the release is not the one that is patched.
+# sglang and torch are the image's; the check refuses a release that is not patched.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
+RUN command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
 RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[extract]" \
     && python3 -c "from hs_ray.engine.patching import check_installed; check_installed()" \
     && rm -r /wheels

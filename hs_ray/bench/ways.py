@@ -116,7 +116,7 @@ def _units(prompts: Prompts) -> list[list[Sample]]:
 
 
 class Transformers:
-    """What people write by hand: transformers, hooks, `.cpu()`, one `torch.save` a sample. Slow: on some prompts only."""
+    """What people write by hand: transformers, hooks, `.cpu()`, one `torch.save` a sample. Slow: on some prompts."""
 
     def __init__(self, setting: Setting):
         import torch

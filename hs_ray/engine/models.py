@@ -23,7 +23,7 @@ from dataclasses import dataclass
 class Entry:
     how: str  # native, setter, hook or boundary
     norm: str = "norm"  # attribute of the final norm on the module that owns the layers
-    embedding_hook: bool = False  # id 0 needs the hook (0.5.17 adds a residual that is None there)
+    embedding_hook: bool = False  # id 0 by the hook, see below
     residual: bool = True  # False: hidden alone is the stream; the residual handed on beside it is in it already
 
     def __str__(self) -> str:
@@ -65,18 +65,14 @@ _BOTH = {
     "GraniteForCausalLM": HOOK,
     "CohereForCausalLM": HIDDEN,
 }
-_EMBEDDING_HOOK = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM",
-    "Llama4ForCausalLM",
-    "Glm4MoeForCausalLM",
-)
+# On 0.5.17 a native id 0 is wrong: some classes add a residual that is None there, others hand out the embeddings
+# themselves, which the first layer's fused norm then overwrites (found by proof, on CUDA).
+_FIRST_BY_HOOK = {name: Entry("native", embedding_hook=True) for name, entry in _BOTH.items() if entry is NATIVE}
 
 _ENTRIES: dict[str, dict[str, Entry]] = {
     "0.5.17": {
         **_BOTH,
-        **{name: Entry("native", embedding_hook=True) for name in _EMBEDDING_HOOK},
+        **_FIRST_BY_HOOK,
         "MixtralForCausalLM": HOOK,
     },
     "0.5.23": {**_BOTH, "MixtralForCausalLM": BOUNDARY},

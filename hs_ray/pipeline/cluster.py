@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 
@@ -14,10 +15,22 @@ MIN_CPUS = 4  # logical: reading, mapping and the board hold one each, also on a
 
 @dataclass(frozen=True)
 class Cluster:
-    gpus: int
+    gpus_by_node: tuple[int, ...]
     cpus: int
-    nodes: int
     local: bool  # started by us, for this run
+
+    @property
+    def gpus(self) -> int:
+        return sum(self.gpus_by_node)
+
+    def engines(self, tp_size: int) -> int:
+        """How many engines of `tp_size` GPUs find room; none spans two nodes."""
+        return sum(gpus // tp_size for gpus in self.gpus_by_node)
+
+
+def is_temporary(path: str) -> bool:
+    """Whether a path lies in the folder that Ray made for a submitted job, and will remove."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in path and not Path(path).is_absolute()
 
 
 def connect(address: str) -> Cluster:
@@ -44,8 +57,8 @@ def connect(address: str) -> Cluster:
             local = True
             _start("local")
     found = ray.cluster_resources()
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    return Cluster(int(found.get("GPU", 0)), int(found.get("CPU", 0)), nodes, local or address == "local")
+    gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return Cluster(tuple(gpus), int(found.get("CPU", 0)), local or address == "local")
 
 
 def _start(address: str) -> None:

@@ -75,6 +75,11 @@ def preflight(job: ExtractJob) -> Preflight:
         sources = list_sources(job.input)
     except (ConfigError, HsRayError) as error:
         problems += getattr(error, "problems", [str(error)])
+    if cluster.is_temporary(job.output.path or ""):
+        problems.append(
+            f"output.path = {job.output.path}: an absolute path or s3://bucket/prefix; the folder that a submitted job "
+            f"runs in is temporary"
+        )
     patch = patching.check_installed()
     if problems or resolved is None:
         raise ConfigError(problems)
@@ -273,14 +278,21 @@ def _device(job: ExtractJob, found: cluster.Cluster) -> str:
 
 
 def _replicas(job: ExtractJob, found: cluster.Cluster, device: str) -> int:
-    """Engines to start. Raises ConfigError for more GPUs than the cluster has."""
+    """Engines to start. Raises ConfigError for more GPUs than the cluster, or one node for one engine, has."""
     if device == "cpu":
         return 1 if job.engine.replicas == "auto" else int(job.engine.replicas)
-    fit = found.gpus // job.engine.tp_size
+    tp_size, largest = job.engine.tp_size, max(found.gpus_by_node)
+    if tp_size > largest:
+        raise ConfigError(
+            f"engine.tp_size = {tp_size}: an engine lives in one node, and no node of the cluster has more than "
+            f"{largest} GPUs; use engine.tp_size={largest} with weights that fit (for example "
+            f"+engine.args.quantization=fp8), or nodes with more GPUs"
+        )
+    fit = found.engines(tp_size)
     replicas = fit if job.engine.replicas == "auto" else int(job.engine.replicas)
     if replicas < 1 or replicas > fit:
         raise ConfigError(
-            f"engine.replicas = {job.engine.replicas}, engine.tp_size = {job.engine.tp_size}: the Ray cluster has "
+            f"engine.replicas = {job.engine.replicas}, engine.tp_size = {tp_size}: the Ray cluster has "
             f"{found.gpus} GPUs, room for {fit} engines of that size"
         )
     return replicas

@@ -8,16 +8,14 @@ from unittest import mock
 from hs_ray.prove.request import Request
 from hs_ray.prove.twin import text_part
 
-POOL = {"max_total_tokens": 4096, "max_running_requests": 16}
-TWIN_FRACTION = 0.5  # of GPU memory; a twin is small, and the proof's process holds transformers' models too
+POOL: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 16}
+# Of the memory that is free at the start: the pool is bounded by its tokens, and others use the machine meanwhile.
+TWIN_FRACTION = 0.5
 
 
 def server_args(request: Request) -> dict[str, Any]:
     """A small KV pool, and the arguments of the request."""
-    args: dict[str, Any] = dict(POOL)
-    if request.device == "cuda":
-        args["mem_fraction_static"] = TWIN_FRACTION
-    return {**args, **request.args}
+    return {**POOL, "mem_fraction_static": TWIN_FRACTION, **request.args}
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ def load_model(folder: Path, dtype: Any, device: str, trust_remote_code: bool = 
 def decoder_parts(model: Any) -> tuple[Any, Any, Any]:
     """(decoder, its list of layers, its final norm). Raises UnsupportedError."""
     decoder = model.get_decoder()
+    while _child(decoder, LAYER_NAMES) is None and hasattr(decoder, "model"):
+        decoder = decoder.model  # Llama 4 calls its whole model the decoder
     layers = _child(decoder, LAYER_NAMES)
     norm = _child(decoder, NORM_NAMES)
     if layers is None or norm is None:

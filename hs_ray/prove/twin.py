@@ -55,7 +55,7 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any] | None = None, tp_siz
     _shrink_experts(text, known, tp_size)
     _shrink_ids(config, text)
     if text is not config:
-        _shrink_vision(config)
+        _shrink_vision(config, full or {})
     text["dtype"] = config["dtype"] = "bfloat16"
     for part in (text, config):
         part.pop("torch_dtype", None)
@@ -144,11 +144,12 @@ def _shrink_ids(config: dict[str, Any], text: dict[str, Any]) -> None:
                 part[name] = value if value < 3 else last - 8 - len(name) % 32
 
 
-def _shrink_vision(config: dict[str, Any]) -> None:
+def _shrink_vision(config: dict[str, Any], full: Mapping[str, Any]) -> None:
+    """Towers beside the language model: two layers each."""
     for name, part in config.items():
         if name in TEXT_PARTS or not name.endswith("_config") or not isinstance(part, dict):
             continue
-        for key in part:
+        for key in {**(full.get(name) or {}), **part}:
             if re.fullmatch(r"(vt_)?num_hidden_layers|depth|num_layers", key):
                 part[key] = 2
 

@@ -134,8 +134,8 @@ def normalised(log: str) -> str:
     """The driver's lines with names, sizes, times and numbers replaced; of equal lines one."""
     kept: list[str] = []
     for line in log.splitlines():
-        if not LINES.match(line) or "Running entrypoint" in line:
-            continue
+        if not LINES.match(line) or line.startswith("hs_ray: planning: ") and "lines" in line:
+            continue  # of other processes; and lines that come only when planning takes long
         if PROGRESS.match(line) and re.search(r"no engine has started|canary|no word for|engines up$", line):
             if " tok/s" not in line:
                 continue  # how long a start takes, and so which of these come, is the machine's affair

@@ -1,6 +1,6 @@
 """What the check scripts share. They run in a trainer's environment: torch is there, hs_ray is not.
 
-    python check_TRAINER.py MODEL EXPORT RESULT     # RESULT: a folder for the drafter and result.json
+python check_TRAINER.py MODEL EXPORT RESULT     # RESULT: a folder for the drafter and result.json
 """
 
 import json

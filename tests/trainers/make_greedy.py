@@ -38,7 +38,9 @@ def main() -> None:
         whole = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=ANSWER_TOKENS)[0].tolist()
         mask = [0] * len(prompt) + [1] * (len(whole) - len(prompt))
         lines.append(json.dumps({"id": f"greedy-{number}", "input_ids": whole, "loss_mask": mask}))
-        print(f"{len(prompt)} + {len(whole) - len(prompt)} tokens: {tokenizer.decode(whole[len(prompt) :])!r}", flush=True)
+        print(
+            f"{len(prompt)} + {len(whole) - len(prompt)} tokens: {tokenizer.decode(whole[len(prompt) :])!r}", flush=True
+        )
     (Path(__file__).parent / "greedy.jsonl").write_text("\n".join(lines) + "\n")
 
 

@@ -56,7 +56,9 @@ def checked(request: pytest.FixtureRequest, output: Path, smollm2: Path) -> dict
     found: dict[str, Any] = json.loads((result / "result.json").read_text())
     print(f"\n{name}: {', '.join(' '.join(item) for item in found['versions'].items())}")
     print(f"  right norm {found['right']:.1%}, wrong norm {found['wrong']:.1%}")
-    print(f"  losses {' '.join(f'{loss:.2f}' for loss in found['losses'][::5])} ... {found['losses'][-1]:.2f}", flush=True)
+    print(
+        f"  losses {' '.join(f'{loss:.2f}' for loss in found['losses'][::5])} ... {found['losses'][-1]:.2f}", flush=True
+    )
     return found | {"trainer": name, "drafter": result / "drafter"}
 
 

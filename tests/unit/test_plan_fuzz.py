@@ -16,14 +16,13 @@ from hs_ray.plan import PlanSummary, ResolvedJob, build_plan, read_unit
 from hs_ray.schema import REJECTED, CaptureSpec
 from hs_ray.storage import Storage, open_storage
 
-GOOD = [
-    {"id": "a", "input_ids": [1, 2, 299], "loss_mask": [0, 1, 1]},
-    {"id": 18446744073709551616, "input_ids": list(range(60))},
-    {"id": "c", "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A\u2028"}]},
-    {"conversations": [{"from": "human", "value": "Grüße"}, {"from": "gpt", "value": "世界 \\n"}]},
-    {"uuid": 1, "text": "plain"},
-    {"id": None, "prompt": "p", "response": "r"},
-]
+CHAT = [{"role": "user", "content": "Q \u2028"}, {"role": "assistant", "content": "Grüße, 世界 \\n"}]
+GOOD = {
+    "tokens": [{"input_ids": [1, 2, 299], "loss_mask": [0, 1, 1]}, {"input_ids": list(range(60))}],
+    "messages": [{"messages": CHAT}, {"messages": CHAT * 2, "tools": None}],
+    "conversations": [{"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}],
+    "text": [{"text": "plain"}, {"prompt": "p", "response": "r"}, {"prompt": "p", "completion": "c"}],
+}
 PIECES = [
     b"\n",
     b"\r\n",
@@ -56,7 +55,7 @@ PIECES += [
 def broken(line: bytes, rng: random.Random) -> bytes:
     """A few bytes taken out, put in, changed or said twice."""
     data = bytearray(line)
-    for _ in range(rng.choice([0, 1, 1, 2, 5])):
+    for _ in range(rng.choice([1, 1, 2, 5])):
         at, length = rng.randrange(len(data) + 1), rng.choice([1, 1, 2, 8])
         action = rng.randrange(4)
         if action == 0:
@@ -71,10 +70,16 @@ def broken(line: bytes, rng: random.Random) -> bytes:
 
 
 def corpus(seed: int, lines: int) -> bytes:
+    """A file of one format that has some of the others, ids of every kind among its lines, half of them whole."""
     rng = random.Random(seed)
-    good = [json.dumps(record, ensure_ascii=rng.random() < 0.5).encode() for record in GOOD]
-    # The first line stays whole: a file that begins with an array is refused as a whole.
-    return b"\n".join([good[0], *(broken(rng.choice(good), rng) for _ in range(lines))])
+    main = list(GOOD)[seed % len(GOOD)]
+    made = [json.dumps(GOOD[main][0])]  # whole: a file that begins with an array is refused as a whole
+    for number in range(lines):
+        record = rng.choice(GOOD[main if rng.random() < 0.9 else rng.choice(list(GOOD))])
+        id = rng.choice([None, f"s{number}", number + 2**64, number // 50, "2024-01-01"])
+        made.append(json.dumps({"id": id} | record, ensure_ascii=rng.random() < 0.5))
+    encoded = [line.encode() for line in made]
+    return b"\n".join([encoded[0], *(broken(line, rng) if rng.random() < 0.5 else line for line in encoded[1:])])
 
 
 def plan(folder: Path, name: str, chunk_bytes: int) -> tuple[Storage, PlanSummary]:
