@@ -53,6 +53,7 @@ _BOTH = {
     "Qwen3NextForCausalLM": SETTER,
     "Gemma2ForCausalLM": HOOK,
     "Gemma3ForCausalLM": HOOK,
+    "Gemma3ForConditionalGeneration": HOOK,
     "GptOssForCausalLM": NATIVE,
     "Glm4ForCausalLM": NATIVE,
     "Glm4MoeForCausalLM": NATIVE,
@@ -73,6 +74,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
     "0.5.17": {
         **_BOTH,
         **_FIRST_BY_HOOK,
+        "MiniMaxM2ForCausalLM": NATIVE,  # its loop copies id 0: proven as it is
         "MixtralForCausalLM": HOOK,
     },
     "0.5.23": {**_BOTH, "MixtralForCausalLM": BOUNDARY},

@@ -5,5 +5,6 @@ planning  the input read by Ray tasks, in order
 actor     HiddenStateExtractor: one engine, several units at once
 board     what the engines are doing, for the driver's progress lines
 progress  those lines
+history   the same over time, for the report
 driver    preflight -> plan -> estimate -> extract -> manifest
 """

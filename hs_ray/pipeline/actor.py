@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter
 
+from hs_ray import prove
 from hs_ray.config import ModelConfig
 from hs_ray.engine import canary
 from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
@@ -46,6 +47,7 @@ class ActorJob:
     min_free_bytes: int
     max_retries: int
     canary: bool
+    prove: str  # capture.prove
     poison: bool = False
 
 
@@ -92,7 +94,11 @@ class HiddenStateExtractor:
         self.reporter = Reporter(
             board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
         )
-        self.engine = HiddenStateEngine(self._options(), on_death=_die, poison=job.poison)
+        options = self._options()
+        self.reporter.set("starting", "proving the model class where no proof exists")
+        prove.ensure(options, job.prove)
+        self.reporter.set("starting", "loading the model")
+        self.engine = HiddenStateEngine(options, on_death=_die, poison=job.poison)
         if job.canary:
             self.reporter.set("canary")
             canary.check(self.engine)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hs_ray import prove
 from hs_ray.config import ExtractJob, OnExisting, parse_bytes
 from hs_ray.engine import patching
-from hs_ray.engine.models import entry_for, supported
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import ConfigError, HsRayError, OutputError, UnsupportedError
 from hs_ray.inputs import Source, list_sources, split_sources
@@ -83,11 +83,7 @@ def preflight(job: ExtractJob) -> Preflight:
     patch = patching.check_installed()
     if problems or resolved is None:
         raise ConfigError(problems)
-    if entry_for(resolved.model.architecture, patch.release) is None:
-        raise UnsupportedError(
-            f"model.path = {resolved.model.name}: {resolved.model.architecture} is not supported with SGLang "
-            f"{patch.release}; supported: {', '.join(supported(patch.release))}"
-        )
+    prove.check(resolved.model.architecture, patch.release, resolved.model.name)
     storage = open_storage(job.output.path or "", job.output.storage_options)
     return Preflight(resolved, sources, patching.versions(), storage)
 
@@ -165,6 +161,7 @@ def _extract(
         min_free_bytes=parse_bytes(job.output.min_free_bytes),
         max_retries=job.cluster.max_retries,
         canary=job.capture.canary,
+        prove=job.capture.prove.value,
     )
     extraction = Extraction(
         actor_job,

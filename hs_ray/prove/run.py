@@ -75,7 +75,10 @@ def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
             return read_proofs(result)[0]
         reason = result.with_suffix(".error")
         text = reason.read_text() if reason.is_file() else output.read_text(errors="replace")[-SHOWN:].strip()
-        raise ProofError(f"{request.key}: the proof did not run to its end ({_ending(code, limit_s)}): {text}")
+        raise ProofError(
+            f"{request.key}: the proof did not run to its end ({_ending(code, limit_s)}); capture.prove=never goes on "
+            f"without one, jobs/prove.py tries again. Its output ends:\n{text}"
+        )
 
 
 def _run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int | None:

@@ -12,6 +12,8 @@ from hs_ray.storage import open_storage
 from hs_ray.submit.client import ClusterGoneError, Ended, Say, with_patience
 
 FINAL_CODES = (0, 2, 3)  # complete; the user must change something; finished, with rejects
+HOPELESS = ("RUNTIME_ENV_SETUP_FAILURE", "JOB_ENTRYPOINT_COMMAND_START_ERROR")  # the same again, however often
+MESSAGE = 1000  # characters of it that are shown, the last ones
 AGAIN_S = 5.0
 COMMITTED = re.compile(r"hs_ray: (?:resuming: )?([\d,]+)(?:/| of )[\d,]+ units")
 
@@ -83,6 +85,9 @@ def run_until_done(
             return code
         if ended.exit_code in FINAL_CODES:
             return code
+        if ended.error in HOPELESS:
+            say(f"the job never began: {ended.message[-MESSAGE:]}")
+            return 2
         gained = committed.count() - before
         lost = ended.exit_code is None
         say(f"the job ended with {'nobody watching' if lost else f'code {code}'}, {gained:,} units committed by it")

@@ -42,6 +42,7 @@ class Ended:
     status: str  # SUCCEEDED, FAILED, STOPPED, or LOST: the cluster does not know the job
     exit_code: int | None
     message: str = ""
+    error: str = ""  # Ray's kind of failure, for example RUNTIME_ENV_SETUP_FAILURE
 
 
 def job_server(address: str | None) -> str:
@@ -125,7 +126,7 @@ class JobServer:
                 info = client.get_job_info(submission_id)
         except LookupError:
             return None
-        return Ended(str(info.status.value), info.driver_exit_code, info.message or "")
+        return Ended(str(info.status.value), info.driver_exit_code, info.message or "", str(info.error_type or ""))
 
     def follow(self, submission_id: str, line: Say, wait_s: float, say: Say) -> Ended:
         """Give every line of the log to `line` once, until the job ends or the cluster has lost it."""

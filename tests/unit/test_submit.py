@@ -89,6 +89,12 @@ def test_the_cap(tmp_path: Path) -> None:
     assert (code, len(cluster.submitted)) == (1, 3) and "3 attempts" in said[-1]
 
 
+def test_a_job_that_never_began_is_not_tried_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, (0, Ended("FAILED", None, "no package hydro-core", "RUNTIME_ENV_SETUP_FAILURE")))
+    code, said, _ = run(cluster, str(tmp_path))
+    assert (code, len(cluster.submitted), said[-1]) == (2, 1, "the job never began: no package hydro-core")
+
+
 def test_stopped_is_final(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, (1, Ended("STOPPED", None)))
     code, said, _ = run(cluster, str(tmp_path))
