@@ -16,7 +16,7 @@ def main(job: BenchJob) -> int:
     from hs_ray.bench.planning import bench_plan
     from hs_ray.bench.run import engine_ways, resolve_bench, whole_job_rows, workloads
 
-    if job.bench.plan_samples:
+    if job.bench.plan_samples or job.bench.plan_chats:
         print(bench_plan(job))
         return 0
     setting = resolve_bench(job)

@@ -83,9 +83,7 @@ def sample_until(process: subprocess.Popen[bytes], minutes: float) -> list[tuple
 def svg(rows: list[tuple[float, str, float]]) -> str:
     width, height, left, bottom = 900, 320, 60, 30
     last, most = max(t for t, _, _ in rows), max(mb for _, _, mb in rows) * 1.1
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="11">'
-    ]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="11">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     for tick in range(6):
         y = (height - bottom) * (1 - tick / 5) + 5

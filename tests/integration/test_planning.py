@@ -50,7 +50,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-def plan(paths: list[str], output: Path, cpus: int, chunk_bytes: int = 100_000) -> tuple[PlanSummary, dict[str, str]]:
+def plan(paths: list[str], output: Path, cpus: int, chunk_bytes: int = 50_000) -> tuple[PlanSummary, dict[str, str]]:
     """Through Ray, with so many tasks at once -> (summary, {file of the plan: sha256})."""
     job = ExtractJob()
     job.model.path, job.input.path, job.output.path = "builtin:tiny_random", list(paths), str(output)
