@@ -92,6 +92,8 @@ def run(job: ExtractJob) -> int:
     """jobs/extract.py after its configuration is loaded. Returns the exit code."""
     flight = preflight(job)
     say(f"model {flight.resolved.model.name}, {len(flight.sources)} input files, output {flight.storage.root}")
+    if job.model.trust_remote_code:
+        say("model.trust_remote_code = true: code that comes with the model runs on every node")
     if job.dry_run:
         return _dry_run(flight)
     key = fingerprint(flight.resolved, flight.sources, flight.versions)

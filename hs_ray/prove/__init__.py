@@ -12,6 +12,7 @@
     quirks     what twins need so that SGLang runs them on this device
     shapes     config.json of known classes, for batch
     batch      `python -m hs_ray.prove.batch llama qwen3 ...`: several classes, results to one file
+    ship       results of batch into engine/proofs.json, and docs/models.md anew
     docs       docs/models.md, from the proofs
 
 Importing this package imports neither torch nor sglang.

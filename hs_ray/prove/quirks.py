@@ -8,14 +8,17 @@ from unittest import mock
 from hs_ray.prove.request import Request
 from hs_ray.prove.twin import text_part
 
-POOL: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 16}
+POOL = {"max_total_tokens": 4096, "max_running_requests": 16}
 # Of the memory that is free at the start: the pool is bounded by its tokens, and others use the machine meanwhile.
 TWIN_FRACTION = 0.5
 
 
 def server_args(request: Request) -> dict[str, Any]:
-    """A small KV pool, and the arguments of the request."""
-    return {**POOL, "mem_fraction_static": TWIN_FRACTION, **request.args}
+    """A small KV pool, text alone, and the arguments of the request."""
+    args: dict[str, Any] = {**POOL, "mem_fraction_static": TWIN_FRACTION}
+    if text_part(request.config) is not request.config:
+        args["enable_multimodal"] = False  # or a wrapper's image processor is loaded, whose files a twin has not
+    return {**args, **request.args}
 
 
 @contextlib.contextmanager

@@ -124,9 +124,9 @@ def normalised(log: str) -> str:
     for line in log.splitlines():
         if not LINES.match(line) or line.startswith("hs_ray: planning: ") and "lines" in line:
             continue  # of other processes; and lines that come only when planning takes long
-        if PROGRESS.match(line) and re.search(r"no engine has started|canary|no word for|engines up$", line):
+        if PROGRESS.match(line):
             if " tok/s" not in line:
-                continue  # how long a start takes, and so which of these come, is the machine's affair
+                continue  # how long a start takes, and so what is said of it, is the machine's affair
             line = re.sub(r"(engines up).*", r"\1", line)
         for pattern, name in NUMBERS:
             line = re.sub(pattern, name, line)
@@ -186,7 +186,7 @@ def check_dashboard(run: Submitted, units: int) -> None:
     assert all(dataset["dataset"].startswith("hs_ray_extract") for dataset in run.datasets)
     progress = [dataset["progress"] for dataset in run.datasets]
     assert progress == sorted(progress) and len(set(progress)) >= 3, progress
-    assert {dataset["total"] for dataset in run.datasets} - {None} == {units}
+    assert {dataset["total"] for dataset in run.datasets} - {None, 0} == {units}  # not known at first
     operators = {operator["operator"] for dataset in run.datasets for operator in dataset["operators"]}
     assert any("HiddenStateExtractor" in name for name in operators), operators
 
