@@ -56,7 +56,8 @@ from hs_ray.errors import ConfigError, UserError
 __all__ = [
     "DEMO_OUTPUT", "BenchConfig", "BenchJob", "CaptureConfig", "ClusterConfig", "Compression", "DescribeJob",
     "EngineConfig", "ExportConfig", "ExportJob", "ExportTarget", "ExtractJob", "Final", "InputConfig", "InputFormat",
-    "ModelConfig", "OnExisting", "OnTooLong", "OutputConfig", "Prove", "ProveConfig", "ProveJob", "Reference", "VerifyConfig", "VerifyJob",
+    "ModelConfig", "OnExisting", "OnTooLong", "OutputConfig", "Prove", "ProveConfig", "ProveJob",
+    "Reference", "VerifyConfig", "VerifyJob",
     "check", "data_path", "load", "parse_bytes", "run_job", "to_plain",
 ]  # fmt: skip
 

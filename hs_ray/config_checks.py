@@ -122,7 +122,6 @@ def check(job: Any) -> list[str]:
             ("prefetch_units", 1),
             ("progress_seconds", 0.1),
             ("lease_seconds", 1),
-            ("grace_seconds", 0),
         ):
             value = getattr(job.cluster, name)
             if not value >= least:

@@ -139,7 +139,6 @@ class ClusterConfig:
     prefetch_units: int = _key(4, "units in one engine at once")
     progress_seconds: float = _key(5.0, "seconds between progress lines")
     lease_seconds: float = _key(60.0, "after this long without a sign of life a driver's lease has ended")
-    grace_seconds: float = _key(30.0, "on SIGTERM: time for units in hand to finish")
     tokens_per_second: float | None = _key(
         None, "tokens/s expected of one engine, for the estimate; null: as measured, when a run is resumed"
     )

@@ -13,7 +13,7 @@ from hs_ray.config import BenchJob
 from hs_ray.engine import patching
 from hs_ray.engine.options import EngineOptions
 from hs_ray.model import local_weights
-from hs_ray.pipeline.driver import engine_options
+from hs_ray.pipeline.resources import engine_options
 from hs_ray.plan import resolve
 
 WARM_TOKENS = 2  # times the chunk: kernels compiled, memory touched, before anything is timed

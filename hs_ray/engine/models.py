@@ -96,6 +96,15 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": "each layer works on several versions of the stream (AltUp)",
 }
 
+# Classes that SGLang's own CPU path cannot run, on 0.5.23.
+NOT_ON_CPU = {
+    "GptOssForCausalLM": "torch_native is not among its attention backends",
+    "Llama4ForCausalLM": "the CPU's experts cannot take router weights on their input",
+    "MiniMaxM2ForCausalLM": "its norm of queries and keys is a CUDA kernel",
+    "Qwen2MoeForCausalLM": "the gate of its shared expert is a Triton kernel",
+    "Qwen3NextForCausalLM": "its linear attention asks for a CUDA device",
+}
+
 
 def supported(release: str) -> list[str]:
     return sorted(_ENTRIES.get(release, {}))
@@ -106,9 +115,11 @@ def entry_for(architecture: str, release: str) -> Entry | None:
     return _ENTRIES.get(release, {}).get(architecture)
 
 
-def refusal(architecture: str, release: str) -> str | None:
-    """Why the class is not supported, as one sentence; None if it is."""
+def refusal(architecture: str, release: str, device: str | None = None) -> str | None:
+    """Why the class is not supported, as one sentence; None if it is. device: None where it is not known yet."""
     if entry_for(architecture, release) is not None:
+        if device == "cpu" and architecture in NOT_ON_CPU:
+            return f"{architecture} does not run in SGLang on CPU: {NOT_ON_CPU[architecture]}"
         return None
     reason = f": {REFUSED[architecture]}" if architecture in REFUSED else ""
     return f"{architecture} is not supported with SGLang {release}{reason}; supported: {', '.join(supported(release))}"

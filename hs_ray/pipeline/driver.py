@@ -11,81 +11,39 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from hs_ray import prove
-from hs_ray.config import ExtractJob, OnExisting, parse_bytes
-from hs_ray.engine import patching
-from hs_ray.engine.options import EngineOptions
-from hs_ray.errors import ConfigError, HsRayError, OutputError, UnsupportedError
-from hs_ray.inputs import Source, list_sources, split_sources
+from hs_ray.config import ExtractJob, parse_bytes
+from hs_ray.errors import HsRayError, UnsupportedError
+from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, planning
 from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.extraction import Extraction, extract_units
+from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
 from hs_ray.pipeline.progress import Total
+from hs_ray.pipeline.resources import device_of, engine_options, replicas_of
 from hs_ray.plan import (
     PlanSummary,
     ResolvedJob,
     build_plan,
     check_fits,
     check_rejected,
-    differing_keys,
     estimate,
     fingerprint,
     format_estimate,
-    load_run,
     load_summary,
     measured_rate,
-    resolve,
     write_run,
 )
 from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
-from hs_ray.storage import Storage, open_storage
+from hs_ray.storage import Storage
 
-RING_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}  # shared memory of one engine, unless the plan needs more
 INDEX_S = 10.0  # between writes of the markers' index
-ROWS_IN_RING = 4  # the longest sample must fit this often
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """Everything that can be known without Ray, an engine or a GPU."""
-
-    resolved: ResolvedJob
-    sources: list[Source]
-    versions: dict[str, str]
-    storage: Storage
-
-
-def preflight(job: ExtractJob) -> Preflight:
-    """Check what the user gave, all problems at once. Seconds; starts nothing."""
-    problems: list[str] = []
-    resolved: ResolvedJob | None = None
-    sources: list[Source] = []
-    try:
-        resolved = resolve(job)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        sources = list_sources(job.input)
-    except (ConfigError, HsRayError) as error:
-        problems += getattr(error, "problems", [str(error)])
-    if cluster.is_temporary(job.output.path or ""):
-        problems.append(
-            f"output.path = {job.output.path}: an absolute path or s3://bucket/prefix; the folder that a submitted job "
-            f"runs in is temporary"
-        )
-    patch = patching.check_installed()
-    if problems or resolved is None:
-        raise ConfigError(problems)
-    prove.check(resolved.model.architecture, patch.release, resolved.model.name)
-    storage = open_storage(job.output.path or "", job.output.storage_options)
-    return Preflight(resolved, sources, patching.versions(), storage)
 
 
 def run(job: ExtractJob) -> int:
@@ -97,7 +55,7 @@ def run(job: ExtractJob) -> int:
     if job.dry_run:
         return _dry_run(flight)
     key = fingerprint(flight.resolved, flight.sources, flight.versions)
-    existing = _existing_run(flight, key)
+    existing = existing_run(flight, key)
     flight.storage.check_writable()
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     lease = Lease.acquire(flight.storage, job.cluster.lease_seconds, holder)
@@ -142,8 +100,8 @@ def _extract(
     """Commit the remaining units; `markers` grows as they come."""
     job, storage = flight.resolved.job, flight.storage
     found = cluster.connect(job.cluster.address)
-    device = _device(job, found)
-    replicas = _replicas(job, found, device)
+    device = device_of(job, found)
+    replicas = replicas_of(job, found, device)
     rate = job.cluster.tokens_per_second or measured_rate(storage, markers)
     done_tokens = sum(marker.tokens for marker in markers.values())
     numbers = estimate(flight.resolved, plan, storage, rate, replicas, device, done_tokens)
@@ -201,7 +159,8 @@ def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -
     counts = manifest["counts"]
     say(
         f"complete: {counts['committed']:,} samples, {counts['tokens']:,} tokens, {counts['bytes'] / 1e9:.2f} GB in "
-        f"{len(manifest['shards']):,} shards; {counts['rejected']:,} lines rejected, {counts['failed']:,} samples failed"
+        f"{len(manifest['shards']):,} shards; {counts['rejected']:,} lines rejected, "
+        f"{counts['failed']:,} samples failed"
     )
     for code, count in counts["rejects_by_code"].items():
         say(f"  rejected: {code} {count:,} (see {storage.root}/_rejects/)")
@@ -249,92 +208,6 @@ def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
             raise
         return
     storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata={"eps": repr(eps), "kind": kind}))
-
-
-def _existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str, Any] | None:
-    """run.json of an earlier start of the same run. Raises OutputError for another configuration's."""
-    run = load_run(flight.storage)
-    if run is None:
-        return None
-    if run["fingerprint"] != key[0]:
-        differing = "\n  ".join(differing_keys(run["fingerprint_parts"], key[1]))
-        raise OutputError(
-            f"output.path = {flight.storage.root}: made by another configuration; use it again, "
-            f"or choose another folder. What differs:\n  {differing}"
-        )
-    if flight.resolved.job.output.on_existing is OnExisting.fail:
-        raise OutputError(
-            f"output.on_existing = fail: {flight.storage.root} holds a run already; "
-            "choose another folder, or output.on_existing=resume"
-        )
-    return run
-
-
-def _device(job: ExtractJob, found: cluster.Cluster) -> str:
-    if job.engine.device == "cuda" and not found.gpus:
-        raise ConfigError("engine.device = cuda: the Ray cluster has no GPU; use engine.device=cpu, or add one")
-    return job.engine.device if job.engine.device != "auto" else ("cuda" if found.gpus else "cpu")
-
-
-def _replicas(job: ExtractJob, found: cluster.Cluster, device: str) -> int:
-    """Engines to start. Raises ConfigError for more GPUs than the cluster, or one node for one engine, has."""
-    if device == "cpu":
-        return 1 if job.engine.replicas == "auto" else int(job.engine.replicas)
-    tp_size, largest = job.engine.tp_size, max(found.gpus_by_node)
-    if tp_size > largest:
-        raise ConfigError(
-            f"engine.tp_size = {tp_size}: an engine lives in one node, and no node of the cluster has more than "
-            f"{largest} GPUs; use engine.tp_size={largest} with weights that fit (for example "
-            f"+engine.args.quantization=fp8), or nodes with more GPUs"
-        )
-    fit = found.engines(tp_size)
-    replicas = fit if job.engine.replicas == "auto" else int(job.engine.replicas)
-    if replicas < 1 or replicas > fit:
-        raise ConfigError(
-            f"engine.replicas = {job.engine.replicas}, engine.tp_size = {tp_size}: the Ray cluster has "
-            f"{found.gpus} GPUs, room for {fit} engines of that size"
-        )
-    return replicas
-
-
-def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tokens: int) -> EngineOptions:
-    """One engine's options. Raises ConfigError if its shared memory cannot hold the longest sample several times."""
-    job, spec = resolved.job, resolved.spec
-    need = ROWS_IN_RING * longest_tokens * spec.bytes_per_token
-    if job.engine.max_inflight_tokens == "auto":
-        ring = max(RING_BYTES[device], need)
-    else:
-        ring = job.engine.max_inflight_tokens * spec.bytes_per_token
-    if ring < need:
-        raise ConfigError(
-            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: the longest sample has {longest_tokens:,} "
-            f"tokens, and {ROWS_IN_RING} of them must fit: at least {ROWS_IN_RING * longest_tokens:,}, or auto"
-        )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if ring > memory // 2:
-        raise ConfigError(
-            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: {ROWS_IN_RING} x {longest_tokens:,} tokens "
-            f"x {spec.bytes_per_token:,} bytes = {ring:,} bytes of shared memory, more than half of this machine's "
-            f"{memory:,}; lower max_seq_len, or capture fewer layers"
-        )
-    engine = job.engine
-    return EngineOptions(
-        spec=spec,
-        architecture=resolved.model.architecture,
-        model_path=resolved.model.path,
-        release=release,
-        vocab_size=resolved.model.vocab_size,
-        context_length=resolved.model.context_length,
-        max_seq_len=job.max_seq_len,
-        device=device,
-        ring_bytes=ring,
-        tp_size=engine.tp_size,
-        trust_remote_code=job.model.trust_remote_code,
-        chunked_prefill_size=engine.chunked_prefill_size,
-        mem_fraction_static=engine.mem_fraction_static,
-        attention_backend=engine.attention_backend,
-        args=dict(engine.args),
-    )
 
 
 def _metadata(flight: Preflight, key: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from hs_ray.engine.models import REFUSED, entry_for, supported
+from hs_ray.engine.models import NOT_ON_CPU, REFUSED, entry_for, supported
 from hs_ray.engine.patching import known_releases
 from hs_ray.prove.proofs import Proof, read_proofs
 
@@ -36,6 +36,8 @@ def markdown() -> str:
     parts += [_unproven(release, proofs) for release in known_releases()]
     parts += ["## Refused", "", "Every class that is named nowhere on this page, and these:", ""]
     parts += [f"- `{name}`: {reason}" for name, reason in sorted(REFUSED.items())]
+    parts += ["", "SGLang does not run these on CPU:", ""]
+    parts += [f"- `{name}`: {reason}" for name, reason in sorted(NOT_ON_CPU.items())]
     return "\n".join(parts) + "\n"
 
 
@@ -56,6 +58,7 @@ def _unproven(release: str, proofs: list[Proof]) -> str:
     lines = [f"SGLang {release}, by device:", ""]
     for device in ("cuda", "cpu"):
         done = {proof.architecture for proof in proofs if (proof.release, proof.device) == (release, device)}
+        done |= set(NOT_ON_CPU) if device == "cpu" else set()
         rest = [f"`{name}` ({entry_for(name, release)})" for name in supported(release) if name not in done]
         lines.append(f"- {device}: {', '.join(rest) or 'none'}")
     return "\n".join([*lines, ""])

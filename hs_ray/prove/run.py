@@ -26,9 +26,12 @@ class ProofError(CaptureError):
     """The states that SGLang gave are not those of transformers, or the proof could not be run."""
 
 
-def check(architecture: str, release: str, model: str) -> None:
-    """For the driver; quick, imports nothing heavy. Raises UnsupportedError for a class that is not known."""
-    reason = refusal(architecture, release)
+def check(architecture: str, release: str, model: str, device: str | None = None) -> None:
+    """For the driver; quick, imports nothing heavy. Raises UnsupportedError for a class that is not known.
+
+    device: cpu or cuda, None where it is not known yet.
+    """
+    reason = refusal(architecture, release, device)
     if reason:
         raise UnsupportedError(f"model.path = {model}: {reason}")
 
@@ -64,7 +67,7 @@ def keep(proof: Proof) -> Path:
 
 def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
     """Run one proof, passed or not. Raises ProofError where it could not be run to its end."""
-    check(request.architecture, request.release, request.architecture)
+    check(request.architecture, request.release, request.architecture, request.device)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         asked, result, output = (Path(name) / part for part in ("request.json", "result.json", "output.txt"))
         asked.write_text(request.to_json())

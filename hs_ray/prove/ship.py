@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 def main() -> None:
     found = [proof for name in sys.argv[1:] for proof in read_proofs(Path(name))]
-    taken = [replace(proof, table=[]) for proof in found if proof.in_force]
+    taken = [replace(proof, table=[]) for proof in [*read_proofs(), *found] if proof.in_force]
     add_proofs(SHIPPED, taken)
     DOCS.write_text(markdown())
     for proof in found:

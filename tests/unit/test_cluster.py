@@ -9,7 +9,7 @@ from hs_ray.config import ExtractJob, load
 from hs_ray.errors import ConfigError
 from hs_ray.pipeline import cluster
 from hs_ray.pipeline.cluster import Cluster
-from hs_ray.pipeline.driver import _replicas
+from hs_ray.pipeline.resources import replicas_of
 
 
 def job(*overrides: str) -> ExtractJob:
@@ -19,15 +19,15 @@ def job(*overrides: str) -> ExtractJob:
 def test_engines_fit_nodes_not_the_sum_of_their_gpus() -> None:
     found = Cluster((8, 8, 4, 0), cpus=64, local=False)
     assert [found.engines(size) for size in (1, 2, 4, 8)] == [20, 10, 5, 2]
-    assert _replicas(job("engine.tp_size=8"), found, "cuda") == 2
-    assert _replicas(job("engine.tp_size=8"), found, "cpu") == 1
+    assert replicas_of(job("engine.tp_size=8"), found, "cuda") == 2
+    assert replicas_of(job("engine.tp_size=8"), found, "cpu") == 1
     with pytest.raises(ConfigError, match="20 GPUs, room for 2 engines of that size"):
-        _replicas(job("engine.tp_size=8", "engine.replicas=3"), found, "cuda")
+        replicas_of(job("engine.tp_size=8", "engine.replicas=3"), found, "cuda")
 
 
 def test_an_engine_larger_than_a_node_is_refused_with_what_is_possible() -> None:
     with pytest.raises(ConfigError, match="no node of the cluster has more than 8 GPUs; use engine.tp_size=8"):
-        _replicas(job("engine.tp_size=16"), Cluster((8, 8), cpus=64, local=False), "cuda")
+        replicas_of(job("engine.tp_size=16"), Cluster((8, 8), cpus=64, local=False), "cuda")
 
 
 def test_a_submitted_job_may_not_write_into_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:

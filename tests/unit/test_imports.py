@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "hs_ray"
 # A module may import those before it, never one after it. ARCHITECTURE.md says what each is for.
 ORDER = [
     "errors", "schema", "config_schema", "config_checks", "config_docs", "config", "storage", "lease", "weights",
-    "builtin_models", "model", "inputs", "plan", "engine", "prove", "writer", "extract", "manifest", "report", "pipeline", "reader",
-    "verify", "describe", "export", "bench", "submit",
+    "builtin_models", "model", "inputs", "plan", "engine", "prove", "writer", "extract", "manifest", "report",
+    "pipeline", "reader", "verify", "describe", "export", "bench", "submit",
 ]  # fmt: skip
 # What a module must not bring in when it is imported, even through others.
 LIGHT = {

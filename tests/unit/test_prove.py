@@ -311,6 +311,14 @@ def test_unknown_classes_are_refused_by_name() -> None:
         run.check("FooForCausalLM", "0.5.23", "m")
 
 
+def test_classes_that_sglang_does_not_run_on_cpu() -> None:
+    run.check("Qwen3NextForCausalLM", "0.5.23", "m", "cuda")
+    with pytest.raises(
+        UnsupportedError, match="Qwen3NextForCausalLM does not run in SGLang on CPU: its linear attention"
+    ):
+        run.prove(Request(config=SHAPES["qwen3_next"], release="0.5.23", device="cpu"))
+
+
 def test_shipped_proofs_are_in_force() -> None:
     proofs = read_proofs()
     assert {proof.key for proof in proofs} >= {Key("LlamaForCausalLM", "0.5.23", "cpu", False)}
