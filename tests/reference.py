@@ -39,6 +39,11 @@ def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours - reference).norm() / reference.norm())
 
 
+def by_token(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The relative error of every token: [S]."""
+    return (ours - reference).norm(dim=-1) / reference.norm(dim=-1)
+
+
 def as_tensor(bits: np.ndarray) -> torch.Tensor:
     """bf16 bits, uint16 -> float32."""
     return torch.from_numpy(bits.copy()).view(torch.bfloat16).float()

@@ -55,7 +55,7 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any] | None = None, tp_siz
     _shrink_experts(text, known, tp_size)
     _shrink_ids(config, text)
     if text is not config:
-        _shrink_vision(config, full or {})
+        _shrink_vision(config, full or {}, text["hidden_size"])
     text["dtype"] = config["dtype"] = "bfloat16"
     for part in (text, config):
         part.pop("torch_dtype", None)
@@ -144,14 +144,16 @@ def _shrink_ids(config: dict[str, Any], text: dict[str, Any]) -> None:
                 part[name] = value if value < 3 else last - 8 - len(name) % 32
 
 
-def _shrink_vision(config: dict[str, Any], full: Mapping[str, Any]) -> None:
-    """Towers beside the language model: two layers each."""
+def _shrink_vision(config: dict[str, Any], full: Mapping[str, Any], hidden_size: int) -> None:
+    """Towers beside the language model: two layers each, and its new width where they name it."""
     for name, part in config.items():
         if name in TEXT_PARTS or not name.endswith("_config") or not isinstance(part, dict):
             continue
         for key in {**(full.get(name) or {}), **part}:
             if re.fullmatch(r"(vt_)?num_hidden_layers|depth|num_layers", key):
                 part[key] = 2
+            elif key == "text_hidden_size":
+                part[key] = hidden_size
 
 
 def draw_weights(model: Any, seed: int = 0) -> None:
@@ -215,6 +217,29 @@ def make_twin(raw: Mapping[str, Any], folder: Path, tp_size: int = 1, seed: int 
     model = auto.from_config(loaded, dtype=torch.float32, trust_remote_code=trust)
     draw_weights(model, seed)
     model.to(torch.bfloat16).save_pretrained(folder)
+    _name_as_published(folder, str(config.get("model_type")))
     # As the real file spells it: SGLang reads keys that transformers drops when it saves.
     path.write_text(json.dumps(config, indent=1))
     return config
+
+
+# Where transformers saves tensors under other names than published checkpoints, and SGLang, have: pattern -> name.
+PUBLISHED_NAMES = {
+    "gemma3": {r"^vision_tower\.(?!vision_model)": "vision_tower.vision_model."},
+    "kimi_k25": {
+        r"^language_model\.model\.blocks\.": "language_model.model.layers.",
+        r"^model\.mm_projector\.": "mm_projector.",
+        r"^vision_tower\.encoder\.patch_embed\.": "vision_tower.patch_embed.",
+    },
+}
+
+
+def _name_as_published(folder: Path, model_type: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    names = PUBLISHED_NAMES.get(model_type, {})
+    for path in folder.glob("*.safetensors") if names else ():
+        tensors = load_file(path)
+        for pattern, published in names.items():
+            tensors = {re.sub(pattern, published, name): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path, metadata={"format": "pt"})

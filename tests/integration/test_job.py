@@ -88,21 +88,27 @@ def units(out: Path) -> set[str]:
 
 
 def test_every_token_has_its_states_and_they_are_transformers(output: Path, smollm2: Path) -> None:
+    """By token, over all samples: in one sample a single token of huge norm (SmolLM2's first) drowns the others."""
     dataset = HiddenStatesDataset(str(output))
     spec = CaptureSpec((3, 7, 20), "pre_norm", 30, 576)
     seen = {}
+    ours: dict[str, list[torch.Tensor]] = {name: [] for name in spec.columns}
+    own: dict[str, list[torch.Tensor]] = {name: [] for name in spec.columns}
     for index in range(len(dataset)):
         sample = dataset[index]
         ids = sample["input_ids"].numpy().astype(np.int32)
         seen[sample["sample_id"]] = len(ids)
         exact = reference.states(smollm2, ids, spec, torch.float32)
-        own = reference.states(smollm2, ids, spec, torch.bfloat16)
-        for name, wide, rounded in zip(spec.columns, exact, own, strict=True):
+        rounded = reference.states(smollm2, ids, spec, torch.bfloat16)
+        for name, wide, bf16 in zip(spec.columns, exact, rounded, strict=True):
             assert tuple(sample[name].shape) == (len(ids), 576)
             assert sample[name].dtype == torch.bfloat16
-            limit = 1.5 * reference.error(rounded, wide) + 1e-3
-            assert reference.error(sample[name].float(), wide) <= limit, f"{name} of {len(ids)} tokens"
+            ours[name].append(reference.by_token(sample[name].float(), wide))
+            own[name].append(reference.by_token(bf16, wide))
     assert seen == {f"len-{n}": n for n in LENGTHS}
+    for name in spec.columns:
+        found, limit = (float(torch.cat(errors).square().mean().sqrt()) for errors in (ours[name], own[name]))
+        assert found <= 1.5 * limit, f"{name}: {found:.4f}, transformers' own bf16 {limit:.4f}"
 
 
 def test_verify_agrees(output: Path) -> None:

@@ -38,12 +38,13 @@ def train(parameters: Any, loss_of: Callable[[], torch.Tensor], learning_rate: f
     """STEPS steps on one batch; the loss of each."""
     optimizer = torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=learning_rate)
     losses = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
+        print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     return losses
 
 

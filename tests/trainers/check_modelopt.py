@@ -25,12 +25,16 @@ def main() -> None:
     HFEagleModel.load_draft_vocab_cache(model, str(export / "d2t.pt"))
 
     def choices(norm: Any) -> float:
-        found = [model._base_model_lm_head(norm(s["base_model_hidden_states"])[None])[0].argmax(-1) for s in samples]
+        found = [
+            model._base_model_lm_head(norm(s["base_model_hidden_states"].float())[None])[0].argmax(-1) for s in samples
+        ]
         return agreement(found, [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples])
 
     with torch.no_grad():
         right, twice_normed = choices(torch.nn.Identity()), choices(model._base_model_norm)
     batch = EagleOfflineDataCollator(TRAIN_LENGTH)(samples)
+    for name in ("base_model_hidden_states", "aux_hidden_states"):
+        batch["base_model_outputs"][name] = batch["base_model_outputs"][name].float()
     model.train()
     losses = train(model.parameters(), lambda: model(**batch).loss)
     export_speculative_decoding(model, export_dir=result / "drafter")
@@ -70,7 +74,7 @@ def eagle_model(path: Path) -> HFEagleModel:
         eagle_export_rope_scaling={},
         eagle_architecture_config=architecture,
     )
-    model = load_vlm_or_llm(str(path), use_offline_training=True, dtype="auto", device_map="cpu")
+    model = load_vlm_or_llm(str(path), use_offline_training=True, dtype=torch.float32, device_map="cpu")
     mtsp.convert(model, [("eagle", eagle.model_dump())])
     return model
 

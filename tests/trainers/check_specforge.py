@@ -30,7 +30,7 @@ def main() -> None:
     reader = build_offline_reader(str(export / "data"), run_id="check", ttt_length=3, max_len=MAX_LENGTH)
     files = [ref.feature_store_uri.removeprefix("file://") for ref in reader.read()]
     samples = [normalize_offline_sample(load_feature_file(file), MAX_LENGTH) for file in files]
-    head = TargetHead.from_pretrained(str(target), lm_head_key=EMBEDDINGS)
+    head = TargetHead.from_pretrained(str(target), lm_head_key=EMBEDDINGS).float()
     ids = [sample["input_ids"][0] for sample in samples]
     masks = [sample["loss_mask"][0] for sample in samples]
     config = json.loads((model / "config.json").read_text())
@@ -38,7 +38,7 @@ def main() -> None:
 
     def choices(wrong: bool) -> float:
         states = [norm(sample["target"]) if wrong else sample["target"] for sample in samples]
-        return agreement([head(state)[0].argmax(-1) for state in states], ids, masks)
+        return agreement([head(state.float())[0].argmax(-1) for state in states], ids, masks)
 
     with torch.no_grad():
         right, twice_normed = choices(wrong=False), choices(wrong=True)
@@ -107,6 +107,7 @@ def train_and_export(target: Path, export: Path, result: Path, config: dict[str,
             "draft_model_config": str(result / "draft.json"),
             "lm_head_key": EMBEDDINGS,
             "vocab_mapping_path": mapping,
+            "torch_dtype": "float32",
         },
         "data": {"hidden_states_path": str(export / "data"), "max_length": MAX_LENGTH, "dataloader_num_workers": 0},
         "training": {
@@ -126,8 +127,10 @@ def train_and_export(target: Path, export: Path, result: Path, config: dict[str,
     losses: list[float] = []
     forward = Eagle3TrainStrategy.forward_loss
 
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = forward(self, *args, **kwargs)
+    def recorded(self: Any, batch: Any, *args: Any) -> Any:
+        self.target_head.float()
+        batch.tensors.update({name: batch.tensors[name].float() for name in ("hidden_state", "target")})
+        step = forward(self, batch, *args)
         losses.append(float(step.loss.detach()))
         return step
 
