@@ -19,7 +19,7 @@ from ray_head import SECRETS, RayHead, copy_of_clone, python_without_hs_ray
 
 from hs_ray.config import data_path
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.cluster]
 
 LIMIT_S = 1500.0  # engines start slowly on a busy machine
 METRICS_S = 120.0
