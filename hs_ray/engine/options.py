@@ -67,7 +67,7 @@ def server_args(options: EngineOptions) -> dict[str, Any]:
         args["mem_fraction_static"] = options.mem_fraction_static
     if options.device == "cpu":
         args.setdefault("attention_backend", "torch_native")
-        args.setdefault("mem_fraction_static", 0.1)
+        args.setdefault("mem_fraction_static", 0.5)  # the pool is bounded by max_total_tokens
         args["max_total_tokens"] = max(CPU_KV_TOKENS, options.max_seq_len + 2 * max(chunk, CPU_CHUNK))
     else:
         args["disable_prefill_cuda_graph"] = True  # measured: no gain at full batches, half a minute at each start
