@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hs_ray.engine.engine import HiddenStateEngine, SampleStates
+from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import CanaryError
 
 TOLERANCE = 0.05  # relative error of a column; up to 0.01 was measured between batchings of dense models
-SHORT, LONGEST = 7, 4096
+SHORT = 7
+LONGEST = {"cpu": 512, "cuda": 4096}  # tokens; on two cores a long prompt takes as long as a small job
 
 
 def relative_error(ours: npt.NDArray[np.uint16], reference: npt.NDArray[np.uint16]) -> float:
@@ -28,8 +30,9 @@ def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 def check(engine: HiddenStateEngine, seed: int = 0) -> dict[str, float]:
     """Run the canary. Returns the largest relative error by comparison; raises CanaryError."""
     options = engine.options
-    chunk = options.chunk if options.chunk > 0 else LONGEST
-    longest = min(options.max_seq_len, max(2 * chunk + 9, 16), LONGEST)
+    most = LONGEST[options.device]
+    chunk = options.chunk if options.chunk > 0 else most
+    longest = min(options.max_seq_len, max(2 * chunk + 9, 16), most)
     rng = np.random.default_rng(seed)
     long = rng.integers(0, options.vocab_size, longest, dtype=np.int32)
     short = rng.integers(0, options.vocab_size, min(SHORT, options.max_seq_len), dtype=np.int32)
@@ -39,10 +42,10 @@ def check(engine: HiddenStateEngine, seed: int = 0) -> dict[str, float]:
     if any(not np.array_equal(a, b) for a, b in zip(first, _states(engine, [short])[0], strict=True)):
         raise CanaryError("canary: one prompt alone, sent twice, gave different bits")
     alone = _states(engine, [long])[0]
-    # Fillers go first and use up part of the chunk, so that the long prompt is split at other places.
-    fillers = [_filler(rng, options.vocab_size, n) for n in _filler_lengths(chunk, longest, options.max_seq_len)]
-    mixed = _states(engine, [*fillers, short, long])
-    again = _states(engine, [*fillers[1:], long, short])
+    # Fillers go first and use up part of the chunk, so that the long prompt is split, at another token each time.
+    first_company, second_company = (_fillers(rng, options, chunk, longest, share) for share in (2, 3))
+    mixed = _states(engine, [*first_company, short, long])
+    again = _states(engine, [*second_company, long, short])
     part = _states(engine, [prefix])[0]
     compared = {
         "long prompt in other company": _largest(mixed[-1], alone),
@@ -58,14 +61,16 @@ def check(engine: HiddenStateEngine, seed: int = 0) -> dict[str, float]:
     return compared
 
 
-def _filler_lengths(chunk: int, longest: int, max_seq_len: int) -> list[int]:
-    """Two fillers whose lengths put the border of a chunk inside the long prompt, at different tokens."""
-    room = max(2, chunk - longest // 2) if longest <= chunk else max(2, chunk // 3)
-    return [min(max_seq_len, max(1, room // 2)), min(max_seq_len, max(1, room // 2 + room % 2 + 1))]
-
-
-def _filler(rng: np.random.Generator, vocab_size: int, length: int) -> npt.NDArray[np.int32]:
-    return rng.integers(0, vocab_size, length, dtype=np.int32)
+def _fillers(
+    rng: np.random.Generator, options: EngineOptions, chunk: int, longest: int, share: int
+) -> list[npt.NDArray[np.int32]]:
+    """Two prompts that leave room in a chunk for 1 / share of the long prompt (of the chunk, if that is shorter)."""
+    room = max(2, chunk - longest // share if longest <= chunk else chunk // share)
+    lengths = (room // 2, room - room // 2)
+    return [
+        rng.integers(0, options.vocab_size, max(1, min(options.max_seq_len, length)), dtype=np.int32)
+        for length in lengths
+    ]
 
 
 def _states(engine: HiddenStateEngine, prompts: list[npt.NDArray[np.int32]]) -> list[list[npt.NDArray[np.uint16]]]:
