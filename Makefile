@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-unit test-cluster test-faults test-trainers test-gpu lint format docs
+.PHONY: help install demo test test-unit test-cluster test-prove test-faults test-trainers test-gpu lint format docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,13 +36,16 @@ demo: install  ## the whole job on CPU with a real small model: extract, verify 
 	print({name: tuple(value.shape) if hasattr(value, "shape") else value for name, value in sample.items()})'
 
 test: install  ## every test that CI runs
-	$(PY) -m pytest -m 'not gpu and not faults and not cluster and not trainers'
+	$(PY) -m pytest -m 'not gpu and not faults and not cluster and not prove and not trainers'
 
 test-unit: install  ## the quick ones
 	$(PY) -m pytest tests/unit
 
 test-cluster: install  ## jobs submitted to a Ray head of their own: long
 	$(PY) -m pytest -m cluster
+
+test-prove: install  ## whole proofs of model classes, on CPU: long
+	$(PY) -m pytest -m prove
 
 test-faults: install  ## kills at random points, then resume: long
 	$(PY) -m pytest -m faults

@@ -14,7 +14,7 @@ from hs_ray.prove.proofs import Key, read_proofs
 from hs_ray.prove.request import Request
 from hs_ray.prove.shapes import SHAPES
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.prove]
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
