@@ -19,7 +19,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def metrics() -> set[str]:
-    """As Ray exports those that the actor counts; tests/integration/test_submit.py scrapes them."""
+    """As Ray exports those that the actor counts; tests/integration/test_submit_jobs.py scrapes them."""
     source = (ROOT / "hs_ray/pipeline/actor.py").read_text()
     return {f"ray_{name}" for name in re.findall(r'counter\("(hs_\w+)"', source)}
 

@@ -1,6 +1,6 @@
 """The comparison fails every sabotage; twins keep what decides the path; proofs are found, kept and enforced.
 
-Without an engine: a twin's bf16 run stands for ours. tests/integration/test_prove.py starts engines.
+Without an engine: a twin's bf16 run stands for ours. tests/integration/test_prove_classes.py starts engines.
 """
 
 import json

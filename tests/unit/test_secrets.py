@@ -1,6 +1,6 @@
 """Credentials come from the environment and go nowhere: not into configuration, messages, plan, run.json or report.
 
-What a whole run writes and logs is searched in tests/integration/test_submit.py.
+What a whole run writes and logs is searched in tests/integration/test_submit_jobs.py.
 """
 
 import subprocess
