@@ -1,8 +1,9 @@
-"""A small process that outlives an engine's, and removes what a kill leaves: processes, files in /dev/shm.
+"""A small process that outlives an engine's or a driver's, and removes what a kill leaves: processes, files in /dev/shm.
 
-Run as a script with the pid of the engine's process. SGLang, NCCL and Python's multiprocessing name files in
-/dev/shm and unlink them at a clean end only; `kill -9` is never clean. While the engine's process lives this
-one notes which processes descend from it and which files in /dev/shm they map. Standard library alone, so that
+Run as a script with the pid of the process to watch over. SGLang, NCCL and Python's multiprocessing name files in
+/dev/shm and unlink them at a clean end only; `kill -9` is never clean (and Ray's agents wait a minute for a cluster that is
+gone). While the watched process lives this one notes which processes descend from it and which files in /dev/shm
+they map. Standard library alone, so that
 it starts in milliseconds.
 """
 
@@ -18,9 +19,16 @@ LOOK_SECONDS = 2.0
 SHM = "/dev/shm/"
 
 
-def start() -> None:
-    """Watch over this process. Detached: not among the children that SGLang ends when it shuts down."""
-    subprocess.run([sys.executable, "-S", "-E", __file__, str(os.getpid())], check=True)
+def start() -> int:
+    """Watch over this process -> the janitor's pid. Detached: not among the children that SGLang ends at its end."""
+    command = [sys.executable, "-S", "-E", __file__, str(os.getpid())]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def stop(pid: int) -> None:
+    """End a janitor whose watch is over: what it watches has cleaned up after itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _parents() -> dict[int, int]:
@@ -49,6 +57,14 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]
+
+
+def _is_janitor(pid: int) -> bool:
+    """A janitor is its parent's child for a moment, before it detaches; its own watch is not over."""
+    try:
+        return __file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _mapped(pid: int) -> set[int]:
@@ -85,8 +101,10 @@ def watch(pid: int) -> None:
                 family[member] = started
             files |= _mapped(member)
         files |= _mapped(pid)
+    late = {member for known in family for member in _descendants(known)} - family.keys()  # since the last look
+    family |= {member: started for member in late if (started := _started(member)) is not None}
     for member, started in family.items():
-        if _started(member) == started:
+        if _started(member) == started and not _is_janitor(member):
             with contextlib.suppress(OSError):
                 os.kill(member, signal.SIGKILL)
     in_use = set().union(*(_mapped(other) for other in _parents() if other not in family and other != pid))
@@ -94,7 +112,9 @@ def watch(pid: int) -> None:
 
 
 def main() -> None:
-    if os.fork():
+    detached = os.fork()
+    if detached:
+        os.write(1, str(detached).encode())
         os._exit(0)
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)

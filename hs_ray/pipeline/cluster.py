@@ -8,9 +8,12 @@ from pathlib import Path
 
 import ray
 
+from hs_ray.engine import janitor
 from hs_ray.errors import ConfigError
 
 MIN_CPUS = 4  # logical: reading, mapping and the board hold one each, also on a machine of two
+
+_janitors: list[int] = []  # one for each cluster of ours, as Ray's own connection is one for the process
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def _init(address: str) -> None:
     common = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address == "local":
         cpus = max(MIN_CPUS, os.cpu_count() or 1)
+        _janitors.append(janitor.start())  # for what a kill of this process would leave of its own cluster
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
     elif address == "auto" and "RAY_ADDRESS" in os.environ:
         ray.init(**common)
@@ -82,3 +86,5 @@ def _init(address: str) -> None:
 
 def disconnect() -> None:
     ray.shutdown()
+    while _janitors:
+        janitor.stop(_janitors.pop())

@@ -40,7 +40,7 @@ def read_tables(chunks: Sequence[Chunk], settings: TokenizeSettings, cpus: int) 
                 break
     finally:
         for task in waiting:
-            ray.cancel(task)
+            ray.cancel(task, force=True)  # a polite one waits for Python code to notice; nothing here needs a clean end
 
 
 def _get(reference: Any) -> pa.Table:
