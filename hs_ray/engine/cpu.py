@@ -20,3 +20,11 @@ def prepare() -> None:
         sys.path.insert(0, STUB)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STUB]
     os.environ["PYTHONPATH"] = os.pathsep.join([STUB, *paths])
+
+
+def use_cores(engines: int) -> None:
+    """Give an engine its share of this machine's cores. Ray would give it one: an actor reserves one CPU.
+
+    engines: how many share the machine at most. Call before SGLang's process is started.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // engines))

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -163,12 +164,14 @@ class HiddenStateEngine:
     def _start(self) -> Any:
         # A prompt of exactly the model's context is right, and SGLang wants a longer context for it (options).
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        # Its processes print warnings of kernels that are absent, and bars, before their log level is set.
+        # Its modules warn of kernels that are absent, and its processes draw bars, before their log level is set.
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         os.environ.setdefault("TQDM_DISABLE", "1")
 
-        # sglang.Engine itself is a lazy import that cannot be subclassed.
-        from sglang.srt.entrypoints.engine import Engine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # sglang.Engine itself is a lazy import that cannot be subclassed.
+            from sglang.srt.entrypoints.engine import Engine
 
         class CaptureEngine(Engine):
             pass

@@ -18,7 +18,7 @@ from ray.util.metrics import Counter
 
 from hs_ray import prove
 from hs_ray.config import ModelConfig
-from hs_ray.engine import canary
+from hs_ray.engine import canary, cpu
 from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
 from hs_ray.extract import extract_unit
@@ -46,6 +46,7 @@ class ActorJob:
     metadata: dict[str, Any]
     min_free_bytes: int
     max_retries: int
+    engines: int
     canary: bool
     prove: str  # capture.prove
     poison: bool = False
@@ -95,6 +96,8 @@ class HiddenStateExtractor:
             board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
         )
         options = self._options()
+        if options.device == "cpu":
+            cpu.use_cores(job.engines)
         self.reporter.set("starting", "proving the model class where no proof exists")
         prove.ensure(options, job.prove)
         self.reporter.set("starting", "loading the model")

@@ -108,6 +108,7 @@ def _extract(
     print(format_estimate(numbers), flush=True)
     check_fits(numbers, sum(marker.bytes for marker in markers.values()))
     options = engine_options(flight.resolved, flight.versions["sglang"], device, plan.longest_tokens)
+    engines = min(replicas, len(remaining))
     actor_job = ActorJob(
         storage=storage,
         options=options,
@@ -120,6 +121,7 @@ def _extract(
         metadata=_metadata(flight, key),
         min_free_bytes=parse_bytes(job.output.min_free_bytes),
         max_retries=job.cluster.max_retries,
+        engines=engines,
         canary=job.capture.canary,
         prove=job.capture.prove.value,
     )
@@ -131,7 +133,7 @@ def _extract(
             samples=plan.samples,
             tokens=plan.tokens,
             bytes_per_token=flight.resolved.spec.bytes_per_token,
-            engines=min(replicas, len(remaining)),
+            engines=engines,
             rejected=plan.rejected + sum(len(marker.failed) for marker in markers.values()),
             earlier_units=len(markers),
             earlier_samples=sum(marker.samples for marker in markers.values()),
