@@ -137,6 +137,9 @@ class ClusterConfig:
     )
     max_retries: int = _key(2, "deaths of an engine that a unit may take part in before it is set aside")
     prefetch_units: int = _key(4, "units in one engine at once")
+    grace_seconds: float = _key(
+        0.0, "on SIGTERM, seconds in which the units in hand are finished; 0: they are dropped at once"
+    )
     progress_seconds: float = _key(5.0, "seconds between progress lines")
     lease_seconds: float = _key(60.0, "after this long without a sign of life a driver's lease has ended")
     tokens_per_second: float | None = _key(

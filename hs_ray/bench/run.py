@@ -1,7 +1,6 @@
 """From a BenchJob to rows: what is timed, on what, in which order."""
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from hs_ray.bench import prompts, timing
@@ -47,7 +46,7 @@ def workloads(job: BenchJob, vocab_size: int) -> dict[str, Prompts]:
     return made
 
 
-def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> list[Row]:
+def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> Iterator[Row]:
     """Every way in its own process, all of them up at once, timed in turn."""
     makers: dict[str, Callable[[Setting], Way]] = {
         "bare engine": Bare,
@@ -57,13 +56,13 @@ def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) ->
     }
     options = setting.options
     warm = prompts.equal(min(512, options.max_seq_len), WARM_TOKENS * max(options.chunk, 1), options.vocab_size, seed=0)
-    with ThreadPoolExecutor(len(makers)) as pool:  # they start side by side
-        started = pool.map(lambda maker: timing.Process(maker, setting), makers.values())
-        processes = dict(zip(makers, started, strict=True))
+    processes = {name: timing.Process(maker, setting) for name, maker in makers.items()}  # they start side by side
     try:
         for process in processes.values():
+            process.wait()
+        for process in processes.values():
             process.time(warm)
-        return timing.compare(processes, work, job.bench.repeats, options.spec.bytes_per_token)
+        yield from timing.compare(processes, work, job.bench.repeats, options.spec.bytes_per_token)
     finally:
         for process in processes.values():
             process.close()
@@ -71,9 +70,8 @@ def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) ->
 
 def whole_job_rows(
     job: BenchJob, setting: Setting, work: Mapping[str, Prompts], folder: Path, rows: list[Row]
-) -> list[Row]:
+) -> Iterator[Row]:
     """The job itself, after start-up, against the bare engine's median of the same prompts."""
-    made = []
     for label, chosen in work.items():
         place = folder / label.replace(" ", "-")
         place.mkdir()
@@ -81,5 +79,4 @@ def whole_job_rows(
         rate = tokens / run_whole_job(job, chosen, place, setting.options.device)
         bare = next(row for row in rows if row.prompts == label)
         per_token = setting.options.spec.bytes_per_token
-        made.append(Row(label, "whole job", rate, rate / bare.tokens_per_s, rate * per_token / 1e9, 0.0, 0.0))
-    return made
+        yield Row(label, "whole job", rate, rate / bare.tokens_per_s, rate * per_token / 1e9, 0.0, 0.0)

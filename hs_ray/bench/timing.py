@@ -1,8 +1,9 @@
 """Interleaved repeats of several ways over the same prompts; medians; the table."""
 
+import contextlib
 import multiprocessing
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ class Process:
         self.process = context.Process(target=serve, args=(child, make, setting))
         self.process.start()
         child.close()
+
+    def wait(self) -> None:
+        """Until it is ready to be timed. Raises RuntimeError with what it raised."""
         self._take()
 
     def _take(self) -> Any:
@@ -33,7 +37,8 @@ class Process:
         return result
 
     def close(self) -> None:
-        self.connection.send(None)
+        with contextlib.suppress(OSError):  # it ended by itself, with an error that was raised already
+            self.connection.send(None)
         self.process.join()
 
 
@@ -50,9 +55,11 @@ class Row:
 
 def compare(
     ways: Mapping[str, Process], workloads: Mapping[str, Prompts], repeats: int, bytes_per_token: int
-) -> list[Row]:
-    """Time every way on every workload, the ways in turn within each repeat. The first way is the yardstick."""
-    rows: list[Row] = []
+) -> Iterator[Row]:
+    """Time every way on every workload, the ways in turn within each repeat. The first way is the yardstick.
+
+    A workload's rows come as soon as it is timed: what was measured before a run is cut off is not lost.
+    """
     for label, prompts in workloads.items():
         tokens = sum(len(p) for p in prompts)
         seconds: dict[str, list[float]] = {name: [] for name in ways}  # for all of the tokens
@@ -68,15 +75,14 @@ def compare(
             rate = tokens / medians[name]
             captured = 0.0 if name == next(iter(ways)) else rate * bytes_per_token / 1e9
             spread = (max(times) - min(times)) / medians[name]
-            rows.append(Row(label, name, rate, yardstick / medians[name], captured, spread, waited[name] / repeats))
-    return rows
+            yield Row(label, name, rate, yardstick / medians[name], captured, spread, waited[name] / repeats)
 
 
-def format_table(rows: list[Row]) -> str:
-    head = f"{'prompts':<16} {'way':<24} {'tokens/s':>10} {'ratio':>7} {'GB/s':>7} {'spread':>7} {'waited s':>9}"
-    lines = [
-        f"{r.prompts:<16} {r.way:<24} {r.tokens_per_s:>10,.0f} {r.ratio:>7.3f} {r.gb_per_s:>7.2f} "
-        f"{r.spread:>7.3f} {r.waited_s:>9.2f}"
-        for r in rows
-    ]
-    return "\n".join([head, *lines])
+HEAD = f"{'prompts':<16} {'way':<24} {'tokens/s':>10} {'ratio':>7} {'GB/s':>7} {'spread':>7} {'waited s':>9}"
+
+
+def format_row(row: Row) -> str:
+    return (
+        f"{row.prompts:<16} {row.way:<24} {row.tokens_per_s:>10,.0f} {row.ratio:>7.3f} {row.gb_per_s:>7.2f} "
+        f"{row.spread:>7.3f} {row.waited_s:>9.2f}"
+    )

@@ -1,5 +1,7 @@
 """The ways that are timed. Each runs in a process of its own, since an engine ends every child of its process."""
 
+import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -171,6 +173,7 @@ def serve(connection: Connection, make: Callable[[Setting], Way], setting: Setti
         while (prompts := connection.recv()) is not None:
             connection.send(way.time(prompts))
         way.close()
-    except BaseException:
-        connection.send({"error": traceback.format_exc()})
-        raise
+    except BaseException:  # noqa: BLE001  (whatever it is, the other end waits for it)
+        with contextlib.suppress(OSError):  # the other end may be what is gone
+            connection.send({"error": traceback.format_exc()})
+        os._exit(1)  # SGLang's threads would keep this process; its processes end with it

@@ -7,13 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hs_ray.engine import cpu
-from hs_ray.engine.options import EngineOptions, server_args
+from hs_ray.engine.options import EngineOptions, server_args, set_environment
 
 
 class BareEngine:
     def __init__(self, options: EngineOptions):
         if options.device == "cpu":
             cpu.prepare()
+        set_environment()
         from sglang.srt.entrypoints.engine import Engine
 
         self._engine = Engine(**server_args(options))

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from hs_ray.engine import cpu, janitor
 from hs_ray.engine.capture import CaptureSetup, make_rid
 from hs_ray.engine.entry import SchedulerEntry
-from hs_ray.engine.options import EngineOptions, server_args
+from hs_ray.engine.options import EngineOptions, server_args, set_environment
 from hs_ray.engine.patching import check_installed
 from hs_ray.engine.ring import Extent, Ring
 from hs_ray.errors import CaptureError, HsRayError
@@ -162,12 +162,7 @@ class HiddenStateEngine:
         Thread(target=self._loop.run_forever, name="hs_ray-requests", daemon=True).start()
 
     def _start(self) -> Any:
-        # A prompt of exactly the model's context is right, and SGLang wants a longer context for it (options).
-        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        # Its modules warn of kernels that are absent, and its processes draw bars, before their log level is set.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore")
-        os.environ.setdefault("TQDM_DISABLE", "1")
-
+        set_environment()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # sglang.Engine itself is a lazy import that cannot be subclassed.

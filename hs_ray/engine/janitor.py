@@ -1,10 +1,9 @@
-"""A small process that outlives an engine's or a driver's, and removes what a kill leaves: processes, files in /dev/shm.
+"""A small process that outlives another, and removes what a kill leaves of that: processes, files in /dev/shm.
 
 Run as a script with the pid of the process to watch over. SGLang, NCCL and Python's multiprocessing name files in
-/dev/shm and unlink them at a clean end only; `kill -9` is never clean (and Ray's agents wait a minute for a cluster that is
-gone). While the watched process lives this one notes which processes descend from it and which files in /dev/shm
-they map. Standard library alone, so that
-it starts in milliseconds.
+/dev/shm and unlink them at a clean end only; `kill -9` is never clean, and Ray's agents wait a minute for a cluster
+that is gone. While the watched process lives this one notes which processes descend from it and which files in
+/dev/shm they map. Standard library alone, so that it starts in milliseconds.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """SGLang server arguments: ours, by device and release, and the user's (checked in `config_checks`)."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,15 @@ class EngineOptions:
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
         return CUDA_CHUNK if self.device == "cuda" else CPU_CHUNK
+
+
+def set_environment() -> None:
+    """What SGLang reads from the environment, in this process and those it starts; call before it is imported."""
+    # A prompt of exactly the model's context is right, and SGLang wants a longer context for it.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # Its modules warn of kernels that are absent, and its processes draw bars, before their log level is set.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def server_args(options: EngineOptions) -> dict[str, Any]:

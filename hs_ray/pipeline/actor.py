@@ -101,11 +101,15 @@ class HiddenStateExtractor:
         self.reporter.set("starting", "proving the model class where no proof exists")
         prove.ensure(options, job.prove)
         self.reporter.set("starting", "loading the model")
-        self.engine = HiddenStateEngine(options, on_death=_die, poison=job.poison)
-        if job.canary:
-            self.reporter.set("canary")
-            canary.check(self.engine)
+        self.engine = self._start(options)
         self.reporter.set("running")
+
+    def _start(self, options: EngineOptions) -> HiddenStateEngine:
+        engine = HiddenStateEngine(options, on_death=_die, poison=self.job.poison)
+        if self.job.canary:
+            self.reporter.set("canary")
+            canary.check(engine)
+        return engine
 
     def _options(self) -> EngineOptions:
         """With the model's folder on this node; its content must be what the driver planned with."""
@@ -132,6 +136,8 @@ class HiddenStateExtractor:
         with self.gate.enter(alone=died >= job.max_retries > 0):
             check_epoch(storage, job.epoch)
             samples = read_unit(storage, unit, job.units_per_file)
+            if self.reporter.draining.is_set():
+                Event().wait()  # the driver is about to end, and this process with it
             attempt = begin_attempt(storage, unit, job.epoch, self.name)
             self.reporter.begin(unit)
             try:

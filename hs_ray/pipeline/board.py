@@ -28,15 +28,22 @@ class EngineState:
     busy_s: float = 0.0
     waited_s: float = 0.0
     idle_s: float = 0.0  # since tokens last grew, or a unit came
+    draining: bool = False  # begins no more units
 
 
 @ray.remote(num_cpus=0)
 class Board:
     def __init__(self) -> None:
         self._states: dict[str, tuple[float, EngineState]] = {}
+        self._draining = False
 
-    def push(self, state: EngineState) -> None:
+    def push(self, state: EngineState) -> bool:
+        """Returns whether engines are to begin no more units."""
         self._states[state.engine] = (time.monotonic(), state)
+        return self._draining
+
+    def drain(self) -> None:
+        self._draining = True
 
     def read(self) -> list[tuple[float, EngineState]]:
         """(seconds since it was heard of, state) of every engine."""
@@ -51,15 +58,20 @@ class Reporter:
         self._board, self.state, self._refresh = board, state, refresh
         self._lock, self._stop = Lock(), Event()
         self._moved = time.monotonic()
+        self.draining = Event()
         Thread(target=self._run, name="hs_ray-report", daemon=True).start()
 
     def _run(self) -> None:
+        answer = None
         while True:
+            if answer is not None and ray.wait([answer], timeout=0)[0] and ray.get(answer):
+                self.draining.set()
             with self._lock:
                 if self._refresh is not None:
                     self._refresh(self.state)
                 self.state.idle_s = time.monotonic() - self._moved
-                self._board.push.remote(self.state)
+                self.state.draining = self.draining.is_set()
+                answer = self._board.push.remote(self.state)
             if self._stop.wait(PUSH_SECONDS):
                 return
 

@@ -6,12 +6,14 @@ some lines or samples have no states.
 
 import contextlib
 import getpass
+import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from hs_ray.config import ExtractJob, parse_bytes
@@ -20,7 +22,7 @@ from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
 from hs_ray.model import final_norm
-from hs_ray.pipeline import cluster, planning
+from hs_ray.pipeline import cluster, nodes, planning
 from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.extraction import Extraction, extract_units
 from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
@@ -61,8 +63,8 @@ def run(job: ExtractJob) -> int:
     lease = Lease.acquire(flight.storage, job.cluster.lease_seconds, holder)
     lease.start()
     try:
-        with _stop_on_sigterm():
-            return _run(flight, key, existing, lease)
+        with _stop_on_sigterm(job.cluster.grace_seconds) as stop:
+            return _run(flight, key, existing, lease, stop)
     except Stopped:
         return Stopped.exit_code
     finally:
@@ -70,7 +72,9 @@ def run(job: ExtractJob) -> int:
         lease.release()
 
 
-def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any] | None, lease: Lease) -> int:
+def _run(
+    flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any] | None, lease: Lease, stop: "Stop"
+) -> int:
     storage, job = flight.storage, flight.resolved.job
     markers: dict[int, Marker] = {}
     if run is not None:
@@ -86,7 +90,7 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any]
     MarkerIndex(storage).replace(markers.values())
     remaining = [unit for unit in range(plan.units) if unit not in markers]
     if remaining:
-        _extract(flight, key[0], plan, markers, remaining, lease)
+        _extract(flight, key[0], plan, markers, remaining, lease, stop)
         markers = drop_untrusted(storage, lease.epoch, key[0])  # what is there, not what we were told
         clean_leftovers(storage, lease.epoch, markers)
     elif storage.exists(MANIFEST):
@@ -95,11 +99,18 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any]
 
 
 def _extract(
-    flight: Preflight, key: str, plan: PlanSummary, markers: dict[int, Marker], remaining: Sequence[int], lease: Lease
+    flight: Preflight,
+    key: str,
+    plan: PlanSummary,
+    markers: dict[int, Marker],
+    remaining: Sequence[int],
+    lease: Lease,
+    stop: "Stop",
 ) -> None:
     """Commit the remaining units; `markers` grows as they come."""
     job, storage = flight.resolved.job, flight.storage
     found = cluster.connect(job.cluster.address)
+    nodes.check_shared(storage)
     device = device_of(job, found)
     replicas = replicas_of(job, found, device)
     rate = job.cluster.tokens_per_second or measured_rate(storage, markers)
@@ -142,8 +153,10 @@ def _extract(
         gpus=job.engine.tp_size if device == "cuda" else 0,
         at_once=job.cluster.prefetch_units,
         progress_s=job.cluster.progress_seconds,
+        stopping=stop.draining,
     )
     index, flushed = MarkerIndex(storage), time.monotonic()
+    stop.can_drain = True
     try:
         for marker in extract_units(extraction):
             markers[marker.unit] = replace(marker, checksums={})  # one a sample: too many to keep
@@ -153,6 +166,7 @@ def _extract(
                 index.flush()
                 flushed = time.monotonic()
     finally:
+        stop.can_drain = False
         index.flush()
 
 
@@ -228,18 +242,43 @@ class Stopped(HsRayError):
     """SIGTERM: the node is being taken away, or `ray job stop`."""
 
 
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    def stop(*_: Any) -> None:
+class Stop:
+    """What SIGTERM leads to: at once, or after the units in hand are finished, if that may take some time."""
+
+    def __init__(self, grace_s: float):
+        self.grace_s = grace_s
+        self.can_drain = False
+        self.draining = Event()
+
+    def on_sigterm(self, *_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
-        # At once, and not through print, which may be what was interrupted: SIGKILL follows in 3 s under Ray.
-        os.write(1, b"hs_ray: stopped by SIGTERM: what is committed stays; run the same command again to resume\n")
+        if not (self.can_drain and self.grace_s > 0):
+            self.on_alarm()
+        _write(f"hs_ray: SIGTERM: finishing the units in hand, {self.grace_s:g} s at most\n")
+        signal.signal(signal.SIGALRM, self.on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+        self.draining.set()
+
+    def on_alarm(self, *_: Any) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        logging.getLogger("ray.data.exceptions").setLevel(logging.CRITICAL)  # would call this an internal error
+        _write("hs_ray: stopped by SIGTERM: what is committed stays; run the same command again to resume\n")
         raise Stopped
 
-    before = signal.signal(signal.SIGTERM, stop)
+
+def _write(text: str) -> None:
+    """At once, and not through print, which may be what was interrupted: SIGKILL follows in 3 s under Ray."""
+    os.write(1, text.encode())
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm(grace_s: float) -> Iterator[Stop]:
+    stop = Stop(grace_s)
+    before = signal.signal(signal.SIGTERM, stop.on_sigterm)
     try:
-        yield
+        yield stop
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, before)
 
 

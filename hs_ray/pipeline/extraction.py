@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import ray
 import ray.data
@@ -31,6 +32,7 @@ class Extraction:
     gpus: int  # of one engine; 0 on CPU
     at_once: int  # units in one engine
     progress_s: float
+    stopping: Event  # set: finish what is in hand, then SIGALRM to this process
 
 
 def extract_units(extraction: Extraction) -> Iterator[Marker]:
@@ -42,7 +44,9 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
     board = Board.remote()  # type: ignore[attr-defined]
     job, engines = extraction.job, extraction.total.engines
     print(f"hs_ray: starting {engines} engine{'s' if engines > 1 else ''}, loading the model", flush=True)
-    progress = Progress(extraction.total, board, extraction.progress_s, History(job.storage, job.epoch, engines))
+    progress = Progress(
+        extraction.total, board, extraction.progress_s, History(job.storage, job.epoch, engines), extraction.stopping
+    )
     try:
         with progress:
             for batch in _dataset(extraction, board).iter_batches(batch_size=None, prefetch_batches=0):

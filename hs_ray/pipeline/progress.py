@@ -5,6 +5,8 @@
 """
 
 import heapq
+import os
+import signal
 import sys
 import time
 from collections import Counter, deque
@@ -25,6 +27,7 @@ SILENT_S = 15.0  # without a word from an engine, who says something every two s
 FORGOTTEN_S = 300.0  # a silent engine is named for so long; then it is only missing from the count
 QUIET_S = 15.0  # between two lines while nothing is written yet
 NAMED = 3  # engines named in one line
+DRAIN_S = 0.5  # between looks once the run is to stop
 SLOWEST = 3  # units named in the summary
 
 
@@ -59,6 +62,7 @@ class Progress:
     board: Any
     every_s: float
     history: History
+    stopping: Event = field(default_factory=Event)  # set: have the engines finish what is in hand, then say so
     states: list[tuple[float, EngineState]] = field(default_factory=list)  # seconds since heard of, state
     units: int = 0  # these six of this driver alone
     samples: int = 0
@@ -103,13 +107,22 @@ class Progress:
 
     def _run(self) -> None:
         said = 0.0
-        while not self._stop.wait(self.every_s):
+        while not self._stop.wait(min(self.every_s, DRAIN_S) if self.stopping.is_set() else self.every_s):
             self._look()
+            if self.stopping.is_set():
+                self._drain()
             with self._lock:
                 line = self.line()
                 if self._window[-1][1] or time.monotonic() - said >= QUIET_S:  # a large model loads for minutes
                     self._print(line)
                     said = time.monotonic()
+
+    def _drain(self) -> None:
+        """No unit is begun any more; once none is in hand, the main thread hears of it."""
+        self.board.drain.remote()
+        busy = [state for heard, state in self.states if heard < SILENT_S and (state.units or not state.draining)]
+        if all(state.state in ("starting", "canary") for state in busy):
+            os.kill(os.getpid(), signal.SIGALRM)
 
     def _look(self) -> None:
         """Read the board, which is only for show: a read that fails is left out."""

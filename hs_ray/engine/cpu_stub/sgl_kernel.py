@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    functional.linear = linear
+    functional.linear = linear  # type: ignore[assignment]
 
 
 def __getattr__(name: str) -> Any:
