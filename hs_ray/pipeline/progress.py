@@ -120,8 +120,7 @@ class Progress:
     def _drain(self) -> None:
         """No unit is begun any more; once none is in hand, the main thread hears of it."""
         self.board.drain.remote()
-        busy = [state for heard, state in self.states if heard < SILENT_S and (state.units or not state.draining)]
-        if all(state.state in ("starting", "canary") for state in busy):
+        if all(state.draining and not state.units for heard, state in self.states if heard < SILENT_S):
             os.kill(os.getpid(), signal.SIGALRM)
 
     def _look(self) -> None:

@@ -29,11 +29,17 @@ WRITER_DIES_AFTER = "HS_RAY_TEST_WRITER_DIES_AFTER"  # samples written by one ac
 
 def states_of(ids: np.ndarray, columns: int, hidden: int) -> list[np.ndarray]:
     """C arrays, uint16 [S, H]: finite bf16 bits, no zero, different for every token, position, column and width."""
-    tokens = np.asarray(ids, np.uint32)[:, None] * np.uint32(2654435761)
-    places = np.arange(len(ids), dtype=np.uint32)[:, None] * np.uint32(40503)
-    widths = np.arange(hidden, dtype=np.uint32)[None, :] * np.uint32(2246822519)
-    mixed = [(tokens + places + widths) ^ np.uint32(column * 374761393) for column in range(columns)]
-    return [((bits >> np.uint32(13)) & 0x3FFF).astype(np.uint16) | np.uint16(0x2000) for bits in mixed]
+    rows = _mixed(np.asarray(ids, np.uint32) * np.uint32(2654435761) + np.arange(len(ids), dtype=np.uint32))
+    widths = np.arange(hidden, dtype=np.uint32) * np.uint32(2246822519)
+    mixed = [_mixed(rows[:, None] + widths + np.uint32(column * 374761393)) for column in range(columns)]
+    return [(bits & 0x3FFF).astype(np.uint16) | np.uint16(0x2000) for bits in mixed]
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """uint32: every bit of the result depends on every bit given (the last steps of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits ^ (bits >> np.uint32(16))
 
 
 def _statistics(bits: np.ndarray) -> ColumnStats:

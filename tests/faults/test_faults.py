@@ -8,6 +8,7 @@ import json
 import os
 import random
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from hs_ray.schema import ATTEMPTS, DONE
 
 pytestmark = pytest.mark.integration
 NOTES = Path(__file__).parents[2] / "outputs/faults"
-MakeChain = Callable[[int, random.Random], Chain]
+MakeChain = Callable[[Path, int], Chain]  # from a folder of its own and a seed
 KILLS = ("driver", "actor", "scheduler", "writer", "node")
 LOCAL = [f"local-{seed}" for seed in range(4)]
 S3 = [f"s3-{seed}" for seed in range(2)]
@@ -47,15 +48,17 @@ def unless_noted(name: str) -> None:
         pytest.skip(f"{name} held before: {(NOTES / f'{name}.json').read_text()}")
 
 
-def until_killed(name: str, kills: int, kinds: list[str], longest_s: float, make: MakeChain) -> Counter[str]:
+def until_killed(
+    name: str, kills: int, kinds: list[str], longest_s: float, within: Path, make: MakeChain
+) -> Counter[str]:
     """Chains one after the other, each to its end, until there were so many kills."""
-    rng, counts, number = random.Random(name), Counter[str](), 0
+    rng, counts = random.Random(name), Counter[str]()
     while (left := kills - sum(counts[kind] for kind in KILLS)) > 0:
-        chain = make(number, rng)
+        folder = Path(tempfile.mkdtemp(dir=within))
+        chain = make(folder, rng.randrange(1000))
         kill_often(chain, rng, left, kinds, longest_s)
         chain.finish()
         counts += chain.counts
-        number += 1
     return counts
 
 
@@ -89,13 +92,12 @@ def test_sigterm_finishes_what_is_in_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str, tmp_path: Path) -> None:
     unless_noted(name)
+    kinds = ["driver", "driver", "actor", "writer"]
 
-    def make(number: int, rng: random.Random) -> Chain:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        return scripted_chain(folder, str(folder / "out"), rng.randrange(1000))
+    def make(folder: Path, seed: int) -> Chain:
+        return scripted_chain(folder, str(folder / "out"), seed)
 
-    note(name, until_killed(name, LOCAL_KILLS, ["driver", "driver", "actor", "writer"], 4.0, make))
+    note(name, until_killed(name, LOCAL_KILLS, kinds, 4.0, tmp_path, make))
 
 
 @pytest.mark.faults
@@ -104,10 +106,8 @@ def test_s3_that_fails_now_and_then(name: str, s3: Bucket, tmp_path: Path) -> No
     """Dropped connections, lost answers, 500, 503 and slowness, while drivers and actors are killed."""
     unless_noted(name)
 
-    def make(number: int, rng: random.Random) -> Chain:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        chain = scripted_chain(folder, f"{s3.url}/{number}", rng.randrange(1000), count=200)
+    def make(folder: Path, seed: int) -> Chain:
+        chain = scripted_chain(folder, f"{s3.url}/{folder.name}", seed, count=200)
         chain.options = s3.options
         return chain
 
@@ -115,7 +115,7 @@ def test_s3_that_fails_now_and_then(name: str, s3: Bucket, tmp_path: Path) -> No
     trouble = threading.Thread(target=make_trouble, args=(s3, random.Random(name), stop))
     trouble.start()
     try:
-        counts = until_killed(name, S3_KILLS, ["driver", "driver", "actor"], 4.0, make)
+        counts = until_killed(name, S3_KILLS, ["driver", "driver", "actor"], 4.0, tmp_path, make)
     finally:
         stop.set()
         trouble.join()
@@ -248,12 +248,12 @@ def wait_until(chain: Chain, victim: chains.Victim, condition: Callable[[], bool
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """The real engine's output of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    chain = real_chain(folder, "undisturbed")
+    chain = real_chain(folder)
     chain.finish()
     return chain
 
 
-def real_chain(folder: Path, name: str) -> Chain:
+def real_chain(folder: Path) -> Chain:
     samples = write_samples(folder / "in.jsonl", 7, 300, longest=400)
     words = [
         "cluster.address=local",
@@ -266,26 +266,20 @@ def real_chain(folder: Path, name: str) -> Chain:
         "cluster.lease_seconds=4",
         "cluster.max_retries=20",
     ]
-    return Chain(REAL, str(folder / name), words, samples, folder / "log")
+    return Chain(REAL, str(folder / "out"), words, samples, folder / "log")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", REAL_ENGINE)
 def test_the_real_engine(name: str, undisturbed: Chain, tmp_path: Path) -> None:
     unless_noted(name)
-
-    def make(number: int, rng: random.Random) -> Chain:
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        return real_chain(folder, "out")
-
     made: list[Chain] = []
 
-    def remember(number: int, rng: random.Random) -> Chain:
-        made.append(make(number, rng))
+    def make(folder: Path, seed: int) -> Chain:
+        made.append(real_chain(folder))
         return made[-1]
 
-    counts = until_killed(name, REAL_KILLS, ["driver", "actor", "scheduler"], 5.0, remember)
+    counts = until_killed(name, REAL_KILLS, ["driver", "actor", "scheduler"], 5.0, tmp_path, make)
     for chain in made:
         assert worst_difference(chain.output, undisturbed.output) <= 0.02
     note(name, counts)
