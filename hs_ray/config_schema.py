@@ -232,6 +232,7 @@ class BenchConfig:
     whole_job: bool = _key(True, "also time the whole job through Ray Data")
     plan_samples: int = _key(0, "instead: plan this many made-up samples of 1,000 tokens")
     plan_chats: int = _key(0, "instead: plan this many made-up chats, tokenized with the model's tokenizer")
+    read: str | None = _key(None, "instead: read this output, local or s3://, with and without workers")
     json: str | None = _key(None, "also write the result to this file")
 
 

@@ -31,10 +31,14 @@ def _printed(rows: Iterable["Row"]) -> list["Row"]:
 def main(job: BenchJob) -> int:
     from hs_ray.bench import timing
     from hs_ray.bench.planning import bench_plan
+    from hs_ray.bench.reading import bench_read
     from hs_ray.bench.run import engine_ways, resolve_bench, whole_job_rows, workloads
 
     if job.bench.plan_samples or job.bench.plan_chats:
         print(bench_plan(job))
+        return 0
+    if job.bench.read:
+        print(bench_read(job))
         return 0
     setting = resolve_bench(job)
     prompts = workloads(job, setting.options.vocab_size)
