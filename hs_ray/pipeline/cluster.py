@@ -41,12 +41,7 @@ def connect(address: str) -> Cluster:
 
     Raises ConfigError if the address does not answer.
     """
-    # Ray >= 2.59 turns on token authentication by itself in some ways of starting and not in others.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # On a machine without a GPU Ray would otherwise hide GPUs that it does not know of, with a warning a task.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # The core worker reports, as an error, that our actor's arguments would be lost with the driver. So would the job.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    set_environment()
     local = False
     if not ray.is_initialized():
         try:
@@ -62,6 +57,16 @@ def connect(address: str) -> Cluster:
     found = ray.cluster_resources()
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return Cluster(tuple(gpus), int(found.get("CPU", 0)), local or address == "local")
+
+
+def set_environment() -> None:
+    """What Ray reads from the environment, unless the user chose it; call before Ray is started or joined."""
+    # Ray >= 2.59 turns on token authentication by itself in some ways of starting and not in others.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # On a machine without a GPU Ray would otherwise hide GPUs that it does not know of, with a warning a task.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The core worker reports, as an error, that our actor's arguments would be lost with the driver. So would the job.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
 
 def _start(address: str) -> None:
