@@ -66,3 +66,11 @@ def test_chat_samples(tmp_path: Path) -> None:
     table = read_chunk(chunk, TokenizeSettings(vocab_size=49152, max_seq_len=8192, model=ModelConfig()))
     assert table["code"].to_pylist() == [None] * 3
     assert list(zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True)) == WANT
+
+
+def test_the_demo_loses_no_sample_when_cut_short() -> None:
+    """Whoever tries max_seq_len=512 on it gets all of it: each chat has something to learn in its first tokens."""
+    (chunk,) = split_sources(list_sources(InputConfig()))
+    table = read_chunk(chunk, TokenizeSettings(vocab_size=49152, max_seq_len=512, model=ModelConfig()))
+    assert table["code"].to_pylist() == [None] * 79
+    assert max(len(ids) for ids in table["input_ids"].to_pylist()) == 512
