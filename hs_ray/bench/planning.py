@@ -13,7 +13,7 @@ import ray
 from hs_ray.bench import corpus
 from hs_ray.config import BenchJob
 from hs_ray.inputs import content_digests, list_sources, split_sources
-from hs_ray.pipeline.cluster import set_environment
+from hs_ray.pipeline.cluster import PRIVATE, set_environment
 from hs_ray.pipeline.planning import read_tables
 from hs_ray.plan import ResolvedJob, build_plan, resolve
 from hs_ray.storage import LocalStorage
@@ -70,7 +70,7 @@ def _resolved(job: BenchJob, path: Path | None = None) -> ResolvedJob:
 
 def _measure(what: str, resolved: ResolvedJob, output: Path, cpus: int) -> Planned:
     set_environment()
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning", resources={PRIVATE: 1})
     try:
         with _Memory() as memory:
             started, busy, others = time.monotonic(), time.process_time(), _cpu_of_others()

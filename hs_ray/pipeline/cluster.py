@@ -11,6 +11,7 @@ import ray
 from hs_ray.engine import janitor
 from hs_ray.errors import ConfigError
 
+PRIVATE = "hs_ray_private"  # resource of a cluster that lives as long as the job that started it
 MIN_CPUS = 4  # logical: reading, mapping and the board hold one each, also on a machine of two
 
 _janitors: list[int] = []  # one for each cluster of ours, as Ray's own connection is one for the process
@@ -20,7 +21,6 @@ _janitors: list[int] = []  # one for each cluster of ours, as Ray's own connecti
 class Cluster:
     gpus_by_node: tuple[int, ...]
     cpus: int
-    local: bool  # started by us, for this run
 
     @property
     def gpus(self) -> int:
@@ -42,21 +42,41 @@ def connect(address: str) -> Cluster:
     Raises ConfigError if the address does not answer.
     """
     set_environment()
-    local = False
     if not ray.is_initialized():
         try:
-            _start("auto" if address == "auto" and "RAY_ADDRESS" not in os.environ else address)
+            _start(address)
         except ConnectionError as error:
             if address != "auto":
                 raise ConfigError(
                     f"cluster.address = {address}: no Ray cluster answers there ({error}); "
                     "start one, or use cluster.address=local"
                 ) from error
-            local = True
             _start("local")
-    found = ray.cluster_resources()
+        if address == "auto" and not _janitors and _resources().get(PRIVATE):
+            _leave_private()
+    found = _resources()
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return Cluster(tuple(gpus), int(found.get("CPU", 0)), local or address == "local")
+    return Cluster(tuple(gpus), int(found.get("CPU", 0)))
+
+
+def _resources() -> dict[str, float]:
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
+
+
+def _leave_private() -> None:
+    """Ray has found the cluster of another job on this machine, which will end with that job. Start our own.
+
+    Raises ConfigError where the two would fight for GPUs.
+    """
+    gpus = int(_resources().get("GPU", 0))
+    ray.shutdown()
+    if gpus:
+        raise ConfigError(
+            f"cluster.address = auto: another hs_ray job runs on this machine, and this machine's {gpus} GPUs are its "
+            "own; wait for it, or start a cluster for both (ray start --head) before them"
+        )
+    _start("local")
 
 
 def set_environment() -> None:
@@ -82,7 +102,7 @@ def _init(address: str) -> None:
     if address == "local":
         cpus = max(MIN_CPUS, os.cpu_count() or 1)
         _janitors.append(janitor.start())  # for what a kill of this process would leave of its own cluster
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, resources={PRIVATE: 1}, **common)
     elif address == "auto" and "RAY_ADDRESS" in os.environ:
         ray.init(**common)
     else:
