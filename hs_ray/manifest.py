@@ -30,7 +30,7 @@ from hs_ray.schema import (
     Reject,
     marker_path,
 )
-from hs_ray.storage import FileInfo, Storage
+from hs_ray.storage import FULL, FileInfo, Storage
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,14 @@ class MarkerIndex:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last time; call it every few seconds."""
+        """Write what was added since the last time; call it every few seconds. A full disk has it wait for the next."""
         if self._lines:
-            self._storage.write(f"{INDEX}/{secrets.token_hex(8)}.jsonl", "\n".join(self._lines).encode())
+            try:
+                self._storage.write(f"{INDEX}/{secrets.token_hex(8)}.jsonl", "\n".join(self._lines).encode())
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                return
             self._lines = []
 
     def replace(self, markers: Iterable[Marker]) -> None:

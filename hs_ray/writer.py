@@ -33,7 +33,7 @@ from hs_ray.schema import (
     shard_path,
     shard_schema,
 )
-from hs_ray.storage import GrowingHash, Scratch, Storage
+from hs_ray.storage import GrowingHash, Scratch, Storage, when_there_is_room
 
 POLL_SECONDS = 1.0  # between looks at a full disk
 FOOTER_BYTES = 64 * 2**10  # room kept for the footer: schema and metadata ...
@@ -142,18 +142,23 @@ class ShardWriter:
 
     def _open(self) -> tuple[pq.ParquetWriter, Scratch, GrowingHash]:
         if self._parquet is None or self._scratch is None or self._hash is None:
-            self._scratch = self.storage.scratch(Path(self._shard).name)
+            name = Path(self._shard).name
+            self._scratch = when_there_is_room(lambda: self.storage.scratch(name), self.on_wait)
             self._hash = GrowingHash(self._scratch.fd)
             # Statistics let a reader skip to a sample; of the states they would cost more than writing them.
             small = [field.name for field in self._schema if not pa.types.is_large_binary(field.type)]
             high = [n for n in self._schema.names if self.compression == "split_zstd" and n.endswith("_hi")]
-            self._parquet = pq.ParquetWriter(
-                self._scratch.path,
-                self._schema,
-                use_dictionary=False,
-                write_statistics=[name for name in small if name not in ("input_ids", "loss_mask")],
-                compression=dict.fromkeys(high, "ZSTD") or "NONE",
-                compression_level=dict.fromkeys(high, 1) or None,
+            path = self._scratch.path
+            self._parquet = when_there_is_room(  # it begins the file at once, before room is reserved
+                lambda: pq.ParquetWriter(
+                    path,
+                    self._schema,
+                    use_dictionary=False,
+                    write_statistics=[name for name in small if name not in ("input_ids", "loss_mask")],
+                    compression=dict.fromkeys(high, "ZSTD") or "NONE",
+                    compression_level=dict.fromkeys(high, 1) or None,
+                ),
+                self.on_wait,
             )
         return self._parquet, self._scratch, self._hash
 
@@ -207,7 +212,7 @@ class ShardWriter:
         if found != (self._rows, self._rows, self._schema.names):
             raise HsRayError(f"{self._shard}: read back {found[:2]} rows and row groups, wrote {self._rows}")
         self._published = True  # from here on it may be there, also if `publish` raises
-        self.storage.publish(scratch, self._shard)
+        when_there_is_room(lambda: self.storage.publish(scratch, self._shard), self.on_wait)
         scratch.close()
         return size, sha256
 
@@ -216,7 +221,7 @@ class ShardWriter:
         path = marker_path(self.unit)
         while True:
             self._claimed = True
-            if self.storage.create(path, marker.to_json().encode()):
+            if when_there_is_room(lambda: self.storage.create(path, marker.to_json().encode()), self.on_wait):
                 return marker
             self._claimed = False  # the marker is surely another's
             try:

@@ -27,7 +27,7 @@ from hs_ray.model import local_weights, resolve_model
 from hs_ray.pipeline.board import EngineState, Reporter
 from hs_ray.plan import read_unit
 from hs_ray.schema import Marker, Sample, marker_path
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, when_there_is_room
 from hs_ray.writer import ShardWriter, shard_is_whole
 
 
@@ -138,7 +138,7 @@ class HiddenStateExtractor:
             samples = read_unit(storage, unit, job.units_per_file)
             if self.reporter.draining.is_set():
                 Event().wait()  # the driver is about to end, and this process with it
-            attempt = begin_attempt(storage, unit, job.epoch, self.name)
+            attempt = when_there_is_room(lambda: begin_attempt(storage, unit, job.epoch, self.name), self._on_wait)
             self.reporter.begin(unit)
             try:
                 if died > job.max_retries:

@@ -43,7 +43,7 @@ from hs_ray.plan import (
 )
 from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, when_there_is_room
 
 INDEX_S = 10.0  # between writes of the markers' index
 
@@ -171,7 +171,7 @@ def _extract(
 
 
 def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -> int:
-    manifest = build_manifest(storage, run, markers)
+    manifest = when_there_is_room(lambda: build_manifest(storage, run, markers), lambda reason, _: say(reason))
     counts = manifest["counts"]
     say(
         f"complete: {counts['committed']:,} samples, {counts['tokens']:,} tokens, {counts['bytes'] / 1e9:.2f} GB in "

@@ -6,9 +6,19 @@ from typing import Any
 from hs_ray.errors import OutputError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
+from hs_ray.storage.room import FULL, when_there_is_room
 from hs_ray.storage.scratch import GrowingHash, Scratch
 
-__all__ = ["FileInfo", "GrowingHash", "LocalStorage", "Scratch", "Storage", "open_storage"]
+__all__ = [
+    "FULL",
+    "FileInfo",
+    "GrowingHash",
+    "LocalStorage",
+    "Scratch",
+    "Storage",
+    "open_storage",
+    "when_there_is_room",
+]
 
 
 def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:

@@ -28,8 +28,9 @@ WRITER_DIES_AFTER = "HS_RAY_TEST_WRITER_DIES_AFTER"  # samples written by one ac
 
 
 def states_of(ids: np.ndarray, columns: int, hidden: int) -> list[np.ndarray]:
-    """C arrays, uint16 [S, H]: finite bf16 bits, no zero, different for every token, position, column and width."""
-    rows = _mixed(np.asarray(ids, np.uint32) * np.uint32(2654435761) + np.arange(len(ids), dtype=np.uint32))
+    """C arrays, uint16 [S, H]: finite bf16 bits, no zero, different for all that came before, column and width."""
+    places = np.arange(len(ids), dtype=np.uint32)
+    rows = np.cumsum(_mixed(np.asarray(ids, np.uint32) * np.uint32(2654435761) + places), dtype=np.uint32)
     widths = np.arange(hidden, dtype=np.uint32) * np.uint32(2246822519)
     mixed = [_mixed(rows[:, None] + widths + np.uint32(column * 374761393)) for column in range(columns)]
     return [(bits & 0x3FFF).astype(np.uint16) | np.uint16(0x2000) for bits in mixed]
