@@ -200,6 +200,10 @@ class Bucket:
         self._server.proxy.faults.append(fault)
         return fault
 
+    @property
+    def faults(self) -> list[Fault]:
+        return self._server.proxy.faults
+
     def record_headers(self, method: str) -> list[str]:
         """Names, in small letters, of the headers of requests of this method from now on."""
         return self._server.proxy.headers.setdefault(method, [])
