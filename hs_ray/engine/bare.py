@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hs_ray.engine import cpu
+from hs_ray.engine import cpu, janitor
 from hs_ray.engine.options import EngineOptions, server_args, set_environment
 
 
@@ -14,6 +14,7 @@ class BareEngine:
     def __init__(self, options: EngineOptions):
         if options.device == "cpu":
             cpu.prepare()
+        janitor.start()  # SGLang leaves files in /dev/shm, at a clean end too
         set_environment()
         from sglang.srt.entrypoints.engine import Engine
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-POLL_SECONDS = 1.0
+POLL_SECONDS = 1.0  # nobody tells when a disk has room again
 
 
 def when_there_is_room(write: Callable[[], Result], on_wait: Callable[[str, float], None] | None = None) -> Result:

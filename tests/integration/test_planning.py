@@ -91,7 +91,7 @@ def test_a_limit_frees_the_workers(ray_cluster: None, tmp_path: Path) -> None:
     tables = read_tables(split_sources(list_sources(job.input), 2**20), resolve(job).tokenize_settings, 4)
     next(tables)
     tables.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert ray.available_resources()["CPU"] == 4

@@ -23,6 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    # Ignored: PyTorch calls the first parameter `input`, a builtin's name; SGLang passes it by place.
     functional.linear = linear  # type: ignore[assignment]
 
 
