@@ -1,4 +1,4 @@
-"""The input read and tokenized by Ray tasks; the tables come back in order, a few at a time."""
+"""The input read and tokenized by Ray actors; the tables come back in order, a few at a time."""
 
 import time
 from collections import deque
@@ -11,36 +11,78 @@ import ray
 from hs_ray.errors import HsRayError
 from hs_ray.inputs import Chunk, TokenizeSettings, iter_chunk
 
-AHEAD = 2  # chunks in work for each CPU, and tables of one chunk that wait for the driver
+AHEAD = 2  # chunks in work for each reader, and tables of one chunk that wait for the driver
 
 
-@ray.remote(num_cpus=1, max_retries=2, num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
-def _read(chunk: Chunk, settings: TokenizeSettings) -> Iterator[pa.Table]:
-    yield from iter_chunk(chunk, settings)
+@ray.remote(num_cpus=1, max_restarts=2, max_task_retries=2)
+class _Reader:
+    """An actor and not a task, because its end is certain: after ray.cancel of a streaming task that is ahead of the
+    driver, Ray 2.60 was seen to hold the task's CPU for good, and an engine may need it."""
+
+    def __init__(self, settings: TokenizeSettings):
+        self._settings = settings
+
+    def ready(self) -> None:
+        """Answers once the actor has found a place in the cluster."""
+
+    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
+    def read(self, chunk: Chunk) -> Iterator[pa.Table]:
+        yield from iter_chunk(chunk, self._settings)
+
+
+class _Readers:
+    """As many readers as there is room for; one that finds none, where others use the cluster, is not waited for."""
+
+    def __init__(self, count: int, settings: TokenizeSettings):
+        self._starting: dict[Any, Any] = {}  # answer to come -> reader
+        self._at_work: dict[Any, int] = {}  # reader -> its chunks
+        for _ in range(count):
+            reader = _Reader.remote(settings)  # type: ignore[attr-defined]
+            self._starting[reader.ready.remote()] = reader
+
+    def free(self) -> Any | None:
+        """The reader with the fewest chunks, None if each has enough. Waits for the first to start."""
+        waited_for = list(self._starting)
+        if waited_for:
+            ready, _ = ray.wait(waited_for, num_returns=len(waited_for), timeout=0)
+            ready = ready or ([] if self._at_work else ray.wait(waited_for)[0])
+            for answer in ready:
+                ray.get(answer)
+                self._at_work[self._starting.pop(answer)] = 0
+        reader = min(self._at_work, key=self._at_work.__getitem__)
+        return reader if self._at_work[reader] < AHEAD else None
+
+    def read(self, reader: Any, chunk: Chunk) -> Any:
+        self._at_work[reader] += 1
+        return reader.read.remote(chunk)
+
+    def done(self, reader: Any) -> None:
+        self._at_work[reader] -= 1
+
+    def end(self) -> None:
+        for reader in [*self._at_work, *self._starting.values()]:
+            ray.kill(reader)
 
 
 def read_tables(chunks: Sequence[Chunk], settings: TokenizeSettings, cpus: int) -> Iterator[pa.Table]:
     """The tables of all chunks, in the chunks' order, whatever finishes first. Memory: a few tables a CPU.
 
-    Raises what a task raised, an InputError for a damaged file. Tasks still at work when it is closed are cancelled.
+    Raises what a reader raised, an InputError for a damaged file. When it is closed the readers end, with all that
+    they were reading ahead.
     """
-    waiting: deque[Any] = deque()
-    left = iter(chunks)
+    waiting: deque[tuple[Any, Any]] = deque()  # reader, its tables of one chunk
+    left = deque(chunks)
+    readers = _Readers(min(cpus, len(chunks)), settings)
     try:
-        for chunk in left:
-            waiting.append(_read.remote(chunk, settings))
-            if len(waiting) >= AHEAD * cpus:
-                break
-        while waiting:
-            for reference in waiting[0]:
+        while waiting or left:
+            while left and (reader := readers.free()):
+                waiting.append((reader, readers.read(reader, left.popleft())))
+            reader, tables = waiting.popleft()
+            for reference in tables:
                 yield _get(reference)
-            waiting.popleft()
-            for chunk in left:
-                waiting.append(_read.remote(chunk, settings))
-                break
+            readers.done(reader)
     finally:
-        for task in waiting:
-            ray.cancel(task, force=True)  # a polite one waits for Python code to notice; nothing here needs a clean end
+        readers.end()
 
 
 def _get(reference: Any) -> pa.Table:

@@ -1,5 +1,6 @@
 """Storage on a local disk and on S3: the same promises, also while the store is unwell."""
 
+import contextlib
 import os
 import pickle
 import threading
@@ -86,9 +87,24 @@ def test_a_scratch_file_that_is_not_published_leaves_nothing(storage: Storage, t
     scratch = storage.scratch("unit-000001-0001-aa.parquet")
     Path(scratch.path).write_bytes(b"half")
     assert storage.list("shards") == []
-    scratch.close()
-    scratch.close()
-    assert storage.list("_run/tmp") == [] and not Path(scratch.path).exists()
+    mine = os.dup(scratch.fd)  # keeps the inode ours: numbers of closed descriptors and of inodes are given out again
+    try:
+        assert {mine, scratch.fd} <= descriptors_of(mine)
+        scratch.close()
+        scratch.close()
+        assert storage.list("_run/tmp") == [] and descriptors_of(mine) == {mine}
+    finally:
+        os.close(mine)
+
+
+def descriptors_of(fd: int) -> set[int]:
+    """The descriptors of this process that have the same file open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since, by another thread
+            if os.path.samestat(link.stat(), os.fstat(fd)):
+                found.add(int(link.name))
+    return found
 
 
 def test_pickles_and_forks(storage: Storage) -> None:
