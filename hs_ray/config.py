@@ -51,7 +51,7 @@ from hs_ray.config_schema import (
     VerifyConfig,
     VerifyJob,
 )
-from hs_ray.errors import ConfigError, UserError
+from hs_ray.errors import ConfigError, HsRayError
 
 __all__ = [
     "DEMO_OUTPUT", "BenchConfig", "BenchJob", "CaptureConfig", "ClusterConfig", "Compression", "DescribeJob",
@@ -237,7 +237,7 @@ def to_plain(job: Any) -> dict[str, Any]:
 def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int], *, checked: bool = True) -> None:
     """Load, run, and leave with the job's exit code: what every `jobs/*.py` ends in.
 
-    A UserError is one message on stderr and exit code 2; any other exception keeps its traceback (1).
+    An error whose message says it all is printed alone, on stderr; any other keeps its traceback (exit code 1).
     """
     args = sys.argv[1:]
     try:
@@ -253,7 +253,9 @@ def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int]
             if hasattr(job, "output"):
                 job.output.path = job.output.path or DEMO_OUTPUT
             code = body(job)
-    except UserError as error:
+    except HsRayError as error:
+        if not error.plain:
+            raise
         print(f"\n{error}\n", file=sys.stderr, flush=True)
         code = error.exit_code
     sys.exit(code)

@@ -10,9 +10,10 @@
     ├── CaptureError               states do not match the request: wrong count, width, dtype, or a gap
     │   └── CanaryError            the engine failed its check before the first unit
     ├── LostLeaseError             another driver took the output over
+    ├── RunError                   what the run stands on failed it: a disk, a store, a node
     └── ShardError                 a committed file is damaged or is not ours
 
-A `UserError` is printed without a traceback; anything else keeps it.
+One whose message says it all (`plain`) is printed without a traceback; anything else keeps it.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from typing import Any
 
 class HsRayError(Exception):
     exit_code = 1
+    plain = False
 
 
 class UserError(HsRayError):
     exit_code = 2
+    plain = True
 
 
 class ConfigError(UserError):
@@ -59,11 +62,15 @@ class CaptureError(HsRayError):
 
 
 class CanaryError(CaptureError):
-    pass
+    plain = True
 
 
 class LostLeaseError(HsRayError):
-    pass
+    plain = True
+
+
+class RunError(HsRayError):
+    plain = True
 
 
 class ShardError(HsRayError):

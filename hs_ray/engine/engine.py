@@ -44,6 +44,8 @@ class EngineDiedError(HsRayError):
 class RequestError(HsRayError):
     """SGLang refused or aborted one request."""
 
+    plain = True
+
 
 @dataclass(frozen=True)
 class SampleStates:

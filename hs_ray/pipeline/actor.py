@@ -21,6 +21,7 @@ from hs_ray.config import ModelConfig
 from hs_ray.engine import canary, cpu
 from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
+from hs_ray.errors import RunError
 from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
 from hs_ray.model import local_weights, resolve_model
@@ -82,8 +83,16 @@ class Gate:
                 self._changed.notify_all()
 
 
+class UnitError(Exception):
+    """Carries an exception to the driver, as its first argument: Ray Data adds advice of its own to a text."""
+
+
 class HiddenStateExtractor:
-    """`map_batches` UDF: a batch is one unit, the answer is its metadata."""
+    """`map_batches` UDF: a batch is one unit, the answer is its metadata.
+
+    A constructor that raises would be started again and again, each time with a page of Ray's traces: what kept this
+    one from starting is raised by its first unit.
+    """
 
     def __init__(self, job: ActorJob, board: Any):
         self.job = job
@@ -92,17 +101,24 @@ class HiddenStateExtractor:
         self.gate = Gate()
         self.metrics = Metrics(self.name, node)
         self.engine: HiddenStateEngine | None = None
+        self._failure: Exception | None = None
         self.reporter = Reporter(
             board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
         )
+        try:
+            self.engine = self._prepare()
+            self.reporter.set("running")
+        except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
+            self._failure = error
+
+    def _prepare(self) -> HiddenStateEngine:
         options = self._options()
         if options.device == "cpu":
-            cpu.use_cores(job.engines)
+            cpu.use_cores(self.job.engines)
         self.reporter.set("starting", "proving the model class where no proof exists")
-        prove.ensure(options, job.prove)
+        prove.ensure(options, self.job.prove)
         self.reporter.set("starting", "loading the model")
-        self.engine = self._start(options)
-        self.reporter.set("running")
+        return self._start(options)
 
     def _start(self, options: EngineOptions) -> HiddenStateEngine:
         engine = HiddenStateEngine(options, on_death=_die, poison=self.job.poison)
@@ -115,7 +131,9 @@ class HiddenStateExtractor:
         """With the model's folder on this node; its content must be what the driver planned with."""
         info = resolve_model(self.job.model)
         if info.digest != self.job.model_digest:
-            raise RuntimeError(f"model.path = {info.name}: this node's copy differs from the driver's")
+            raise RunError(
+                f"model.path = {info.name}: the copy of node {self.reporter.state.node} differs from the driver's"
+            )
         return replace(self.job.options, model_path=local_weights(info))
 
     def _refresh(self, state: EngineState) -> None:
@@ -124,7 +142,12 @@ class HiddenStateExtractor:
             state.busy_s = self.engine.busy_s
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        rows = [self._run(int(unit)) for unit in batch["unit"]]
+        if self._failure is not None:
+            raise UnitError(self._failure) from self._failure
+        try:
+            rows = [self._run(int(unit)) for unit in batch["unit"]]
+        except Exception as error:
+            raise UnitError(error) from error
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def _run(self, unit: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ some lines or samples have no states.
 
 import contextlib
 import getpass
-import logging
 import os
 import signal
 import socket
@@ -261,7 +260,6 @@ class Stop:
 
     def on_alarm(self, *_: Any) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        logging.getLogger("ray.data.exceptions").setLevel(logging.CRITICAL)  # would call this an internal error
         _write("hs_ray: stopped by SIGTERM: what is committed stays; run the same command again to resume\n")
         raise Stopped
 

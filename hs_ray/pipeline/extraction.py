@@ -11,8 +11,8 @@ from threading import Event
 import ray
 import ray.data
 
-from hs_ray.errors import HsRayError
-from hs_ray.pipeline.actor import ActorJob, HiddenStateExtractor
+from hs_ray.errors import HsRayError, RunError
+from hs_ray.pipeline.actor import ActorJob, HiddenStateExtractor, UnitError
 from hs_ray.pipeline.board import Board
 from hs_ray.pipeline.history import History
 from hs_ray.pipeline.progress import Progress, Total
@@ -38,7 +38,8 @@ class Extraction:
 def extract_units(extraction: Extraction) -> Iterator[Marker]:
     """Run the units and give their markers as they are committed. Ends the engines before it returns.
 
-    Raises the HsRayError that an actor raised, or HsRayError with what Ray says.
+    Raises the HsRayError that an actor raised, RunError for another's (a disk's, a store's), or HsRayError with what
+    Ray says.
     """
     _configure()
     board = Board.remote()  # type: ignore[attr-defined]
@@ -66,9 +67,13 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
 def _configure() -> None:
     """Ray Data's own settings: nothing dropped, nothing retried in silence, nothing but our lines printed."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    for name in ("exceptions", "_internal.execution.streaming_executor_state"):
+        # They say what we say, with the advice to ignore errors or to report them to Ray.
+        logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that progress bars are off
     context = ray.data.DataContext.get_current()
     context.max_errored_blocks = 0
+    context.raise_original_map_exception = True  # else only the text of an actor's exception arrives
     context.max_consecutive_actor_init_deaths = INIT_DEATHS
     context.actor_init_retry_on_errors = False
     context.execution_no_progress_timeout_s = NO_PROGRESS_S
@@ -98,13 +103,13 @@ def _dataset(extraction: Extraction, board: object) -> ray.data.Dataset:
 
 
 def _cause(error: BaseException) -> HsRayError:
-    """Our own error below Ray's wrappers, if there is one."""
-    seen: BaseException | None = error
-    while seen is not None:
-        inner = getattr(seen, "cause", None) or seen.__cause__
-        if isinstance(seen, HsRayError):
-            return seen
-        seen = inner if isinstance(inner, BaseException) else None
+    """What an actor raised, below Ray's wrappers."""
+    inner = getattr(error, "cause", None)
+    raised = inner.args[0] if isinstance(inner, UnitError) else inner
+    if isinstance(raised, HsRayError):
+        return raised
+    if isinstance(raised, OSError):
+        return RunError(f"the run failed: {type(raised).__name__}: {raised}; run the same command again to resume")
     return HsRayError(f"the run failed: {error}; run the same command again to resume")
 
 
