@@ -71,6 +71,13 @@ class EngineProcess:
         result: dict[str, float] = self._take(RUN_S)
         return result
 
+    def find(self, title: str) -> int:
+        """Pid of its child with that title."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [pid for task in tasks for pid in task.read_text().split()]
+        (found,) = [pid for pid in children if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return int(found)
+
     def close(self) -> None:
         self.connection.send(("close", None))
         self.process.join(60)

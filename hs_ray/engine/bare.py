@@ -13,7 +13,7 @@ from hs_ray.engine.options import EngineOptions, server_args, set_environment
 class BareEngine:
     def __init__(self, options: EngineOptions):
         if options.device == "cpu":
-            cpu.prepare()
+            cpu.prepare(options.tp_size)
         janitor.start()  # SGLang leaves files in /dev/shm, at a clean end too
         set_environment()
         from sglang.srt.entrypoints.engine import Engine

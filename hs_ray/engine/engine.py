@@ -139,7 +139,7 @@ class HiddenStateEngine:
     ) -> None:
         self.options, self.on_death, self.poison = options, on_death, poison
         if options.device == "cpu":
-            cpu.prepare()
+            cpu.prepare(options.tp_size)
         check_installed()
         janitor.start()
         self.ring = Ring(options.ring_bytes)

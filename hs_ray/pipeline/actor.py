@@ -114,7 +114,7 @@ class HiddenStateExtractor:
     def _prepare(self) -> HiddenStateEngine:
         options = self._options()
         if options.device == "cpu":
-            cpu.use_cores(self.job.engines)
+            cpu.use_cores(self.job.engines * options.tp_size)
         self.reporter.set("starting", "proving the model class where no proof exists")
         prove.ensure(options, self.job.prove)
         self.reporter.set("starting", "loading the model")

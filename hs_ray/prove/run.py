@@ -25,6 +25,8 @@ SHOWN = 4000  # characters of the end of a failed proof's output
 class ProofError(CaptureError):
     """The states that SGLang gave are not those of transformers, or the proof could not be run."""
 
+    plain = True
+
 
 def check(architecture: str, release: str, model: str, device: str | None = None) -> None:
     """For the driver; quick, imports nothing heavy. Raises UnsupportedError for a class that is not known.

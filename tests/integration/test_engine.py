@@ -1,6 +1,9 @@
 """Capture on the real engine: every token of every prompt, at every layer id, whatever the company and the chunks."""
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +113,38 @@ def test_qwen3_agrees_with_transformers_at_every_layer_id(tiny_qwen3: Path) -> N
         check_against_transformers(tiny_qwen3, engine.run(prompts(1024)), prompts(1024))
     finally:
         engine.close()
+
+
+def test_two_ranks_agree_with_transformers_and_end_together(tiny_llama: Path) -> None:
+    """Tensor parallel, through gloo: rank 0 alone copies. A rank that is killed takes the whole engine with it."""
+    engine = EngineProcess(options_for(tiny_llama, tp_size=2))
+    check_against_transformers(tiny_llama, engine.run(prompts(1024)), prompts(1024))
+    os.kill(engine.find("sglang::scheduler_TP1"), signal.SIGKILL)
+    engine.process.join(60)
+    assert engine.process.exitcode is not None, "it hangs"
+    assert engine.process.exitcode < 0
+
+
+@pytest.mark.cluster  # minutes: one engine takes 20 s of two cores
+def test_twenty_engines_that_start_four_at_a_time(tiny_llama: Path) -> None:
+    """They share this machine's ports, /dev/shm and abstract sockets; each answers for itself, with the same bits."""
+    prompt = prompts(1024)[3]
+
+    def start_and_run(number: int) -> Captured:
+        engine = EngineProcess(options_for(tiny_llama))
+        try:
+            own = np.full(50 + number, number, np.int32)
+            mine, shared = engine.run([own])[0], engine.run([prompt])[0]
+            assert [len(state) for state in mine.states] == [len(own)] * len(mine.states)
+            return shared
+        finally:
+            engine.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(start_and_run, range(20)))
+    for result in seen:
+        assert result.error is None
+        assert all(np.array_equal(a, b) for a, b in zip(result.states, seen[0].states, strict=True))
 
 
 def test_a_prefix_cache_forced_on_is_caught(tiny_llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from types import ModuleType
 
 import pytest
@@ -49,3 +50,15 @@ def test_engines_share_the_cores(engines: int, share: float, monkeypatch: pytest
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cpu.use_cores(engines)
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, int(len(os.sched_getaffinity(0)) * share))
+
+
+@pytest.mark.parametrize(("cores", "expected"), [({0, 1}, "0|1"), ({0, 1, 2, 3, 8}, "0,2,8|1,3"), ({5}, "5|5")])
+def test_ranks_share_the_cores(cores: set[int], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang wants a NUMA node a rank, unless it is told the cores of each."""
+    for name in ("SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH", "SGLANG_CPU_OMP_THREADS_BIND", "PYTHONPATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    cpu.prepare(tp_size=2)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == expected
