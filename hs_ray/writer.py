@@ -12,8 +12,7 @@ Sizes: S tokens of a sample, H hidden size, C state columns.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from hs_ray.schema import (
     shard_path,
     shard_schema,
 )
-from hs_ray.storage import GrowingHash, Scratch, Storage, when_there_is_room
+from hs_ray.storage import GrowingHash, OnWait, Scratch, Storage, wait_while, when_there_is_room
 
-POLL_SECONDS = 1.0  # between looks at a full disk
 FOOTER_BYTES = 64 * 2**10  # room kept for the footer: schema and metadata ...
 FOOTER_BYTES_PER_CELL = 256  # ... and what each column of each row group adds
 
@@ -46,7 +44,7 @@ class ShardWriter:
     storage, unit, attempt, epoch: whose work this is (`lease.begin_attempt` gives the attempt's id).
     compression: `none` or `split_zstd`. metadata: what the file says of itself (`schema.shard_metadata`).
     min_free_bytes: `add` waits while the disk has less room than this, or none for the next row.
-    on_wait(reason, seconds waited so far): called while waiting; what it raises ends the wait.
+    on_wait: called while waiting.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class ShardWriter:
         metadata: dict[str, Any],
         fingerprint: str,
         min_free_bytes: int,
-        on_wait: Callable[[str, float], None] | None = None,
+        on_wait: OnWait | None = None,
     ):
         self.storage, self.unit, self.attempt, self.epoch = storage, unit, attempt, epoch
         self.spec, self.compression, self.fingerprint = spec, compression, fingerprint
@@ -164,12 +162,7 @@ class ShardWriter:
 
     def _wait_for_room(self, scratch: Scratch, row_bytes: int) -> None:
         footer = FOOTER_BYTES + (self._rows + 1) * len(self._schema) * FOOTER_BYTES_PER_CELL
-        waited = 0.0
-        while reason := scratch.reserve(row_bytes + footer, self.min_free_bytes):
-            if self.on_wait is not None:
-                self.on_wait(reason, waited)
-            time.sleep(POLL_SECONDS)
-            waited += POLL_SECONDS
+        wait_while(lambda: scratch.reserve(row_bytes + footer, self.min_free_bytes), self.on_wait)
 
     # --- the end of the attempt ---
 

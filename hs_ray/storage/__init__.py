@@ -6,7 +6,7 @@ from typing import Any
 from hs_ray.errors import OutputError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
-from hs_ray.storage.room import FULL, when_there_is_room
+from hs_ray.storage.room import FULL, OnWait, wait_while, when_there_is_room
 from hs_ray.storage.scratch import GrowingHash, Scratch
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "FileInfo",
     "GrowingHash",
     "LocalStorage",
+    "OnWait",
     "Scratch",
     "Storage",
     "open_storage",
+    "wait_while",
     "when_there_is_room",
 ]
 

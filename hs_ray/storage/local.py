@@ -92,7 +92,8 @@ class LocalStorage(Storage):
     def publish(self, scratch: Scratch, path: str) -> None:
         target = self._target(path)
         os.fsync(scratch.fd)
-        Path(scratch.path).rename(target)
+        if not _is_open_as(target, scratch.fd):  # it is, where an earlier call had no room to make the name durable
+            Path(scratch.path).rename(target)
         sync_folder(target.parent)
 
     def free_bytes(self) -> int | None:
@@ -105,6 +106,13 @@ class LocalStorage(Storage):
         target = self._root / path
         make_folder(target.parent)
         return target
+
+
+def _is_open_as(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A full disk is waited for: small writes, which no room is reserved for, are made again until they fit."""
+"""A full disk is waited for: room is asked for again, and small writes, which reserve none, are made again."""
 
 import errno
 import time
@@ -6,24 +6,34 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
+OnWait = Callable[[str, float], None]  # (reason, seconds waited so far): what it raises ends the wait
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 POLL_SECONDS = 1.0  # nobody tells when a disk has room again
 
 
-def when_there_is_room(write: Callable[[], Result], on_wait: Callable[[str, float], None] | None = None) -> Result:
-    """What `write` returns, once the disk has room for it; `write` must leave nothing when it fails.
-
-    on_wait(reason, seconds waited so far): called while waiting; what it raises ends the wait.
-    """
+def wait_while(reason: Callable[[], str | None], on_wait: OnWait | None = None) -> None:
+    """Ask `reason` until it has none to wait any longer."""
     waited = 0.0
-    while True:
+    while text := reason():
+        if on_wait is not None:
+            on_wait(text, waited)
+        time.sleep(POLL_SECONDS)
+        waited += POLL_SECONDS
+
+
+def when_there_is_room(write: Callable[[], Result], on_wait: OnWait | None = None) -> Result:
+    """What `write` returns, once the disk has room for it; `write` must leave nothing when it fails."""
+    written: list[Result] = []
+
+    def attempt() -> str | None:
         try:
-            return write()
+            written.append(write())
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if on_wait is not None:
-                on_wait(f"the disk is full ({error.strerror})", waited)
-        time.sleep(POLL_SECONDS)
-        waited += POLL_SECONDS
+            return f"the disk is full ({error.strerror})"
+        return None
+
+    wait_while(attempt, on_wait)
+    return written[0]

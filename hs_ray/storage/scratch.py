@@ -1,14 +1,14 @@
 """A local file that a shard is made in: its room on the disk, and its sha256 while it grows."""
 
 import ctypes
-import errno
 import hashlib
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+from hs_ray.storage.room import FULL
+
 RESERVE_STEP = 4 * 2**20  # taken beyond what is asked for, so that small rows do not ask each time
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,7 +45,7 @@ class Scratch:
         free = stats.f_bavail * stats.f_frsize
         if free < need + min_free:
             return f"{self.disk}: {free} bytes free, needs {need} and {min_free} to spare (output.min_free_bytes)"
-        if _libc.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, size, need) and ctypes.get_errno() in DISK_FULL:
+        if _libc.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, size, need) and ctypes.get_errno() in FULL:
             return f"{self.disk}: needs {need} bytes: {os.strerror(ctypes.get_errno())}"
         # A file system without fallocate(2) (some network ones): the look at its free space has to do.
         self._reserved = size + need

@@ -1,6 +1,7 @@
 """Storage on a local disk and on S3: the same promises, also while the store is unwell."""
 
 import contextlib
+import errno
 import os
 import pickle
 import threading
@@ -12,7 +13,7 @@ import pytest
 from s3 import PART_BYTES, Bucket
 
 from hs_ray.errors import OutputError
-from hs_ray.storage import FileInfo, Storage, open_storage
+from hs_ray.storage import FileInfo, Storage, local, open_storage
 
 BOTH = ["local", pytest.param("s3", marks=pytest.mark.integration)]
 
@@ -81,6 +82,25 @@ def test_publish_and_open(storage: Storage) -> None:
         assert file.read(2 * PART_BYTES) == data[PART_BYTES - 5 : 3 * PART_BYTES - 5]  # several ranges at once
         file.seek(-3, os.SEEK_END)
         assert file.read() == data[-3:] and file.read(1) == b""
+
+
+def test_publishing_again_after_a_folder_that_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk may show only when the new name is made durable: the writer waits and publishes again."""
+    storage = open_storage(str(tmp_path / "out"))
+    storage.write("shards/before", b"")
+    scratch = storage.scratch("unit-000001-0001-aa.parquet")
+    Path(scratch.path).write_bytes(b"whole")
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "sync_folder", full)
+        with pytest.raises(OSError, match="No space"):
+            storage.publish(scratch, "shards/x.parquet")
+    storage.publish(scratch, "shards/x.parquet")
+    scratch.close()
+    assert storage.read_bytes("shards/x.parquet") == b"whole" and storage.list("_run/tmp") == []
 
 
 def test_a_scratch_file_that_is_not_published_leaves_nothing(storage: Storage, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from commit import (
 )
 from s3 import Bucket
 
-from hs_ray import schema, writer
+from hs_ray import schema
 from hs_ray.errors import CaptureError, LostLeaseError, OutputError
 from hs_ray.lease import Lease
 from hs_ray.manifest import clean_leftovers, read_markers
@@ -343,7 +343,7 @@ def test_a_full_disk_is_waited_for(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_disk: Path, buffer: str, min_free_bytes: int
 ) -> None:
     """Ballast leaves room for some rows only; it goes away while the writer waits; no row is lost."""
-    monkeypatch.setattr(writer, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(room, "POLL_SECONDS", 0.01)
     if buffer == "output":
         storage = open_storage(str(small_disk / "out"))
     else:
