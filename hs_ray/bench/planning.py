@@ -1,4 +1,4 @@
-"""How fast an input is planned: made-up samples through the job's own Ray tasks and plan, without an engine."""
+"""How fast an input is planned: made-up samples through the job's own readers and plan, without an engine."""
 
 import os
 import tempfile
@@ -19,7 +19,7 @@ from hs_ray.plan import ResolvedJob, build_plan, resolve
 from hs_ray.storage import LocalStorage
 
 TOKENS = 1000  # of a pre-tokenized sample
-CPUS = (1, 2)  # tasks at once; the driver comes on top
+CPUS = (1, 2)  # readers; the driver comes on top
 SAMPLE_EVERY_S = 2.0
 
 

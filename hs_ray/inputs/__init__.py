@@ -1,4 +1,4 @@
-"""The input: files -> lines -> samples or rejects. Plain functions; `pipeline` runs `iter_chunk` in Ray tasks.
+"""The input: files -> lines -> samples or rejects. Plain functions; `pipeline` runs `iter_chunk` in Ray actors.
 
 - `sources`: files, their formats, chunks, raw lines
 - `records`: a line -> a record, or a reject code

@@ -163,7 +163,7 @@ class _TableBuilder:
         return pa.Table.from_arrays(columns, schema=LINES.with_metadata({SOURCE_KEY: self.source.encode()}))
 
 
-_encoders: dict[str, ChatEncoder] = {}  # of this process: a worker task after task needs the same one
+_encoders: dict[str, ChatEncoder] = {}  # of this process: chunk after chunk needs the same one
 
 
 def _encoder(settings: TokenizeSettings) -> ChatEncoder:

@@ -16,7 +16,7 @@ from hs_ray.inputs.records import Rejected, brief, json_type, need, parse_json, 
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """What a task needs to turn lines into samples. Plain values: it travels through Ray."""
+    """What a reader needs to turn lines into samples. Plain values: it travels through Ray."""
 
     vocab_size: int
     max_seq_len: int

@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a source, read by one task: [start, end) in bytes of a plain file, in row groups of a Parquet file.
+    """A part of a source, read by one reader: [start, end) in bytes of a plain file, in row groups of a Parquet file.
 
     `end` None: to the end. A line belongs to the chunk that holds its first byte: borders need not fall on line ends.
     """
