@@ -6,17 +6,21 @@ with the wrong norm it must not. That proves the final state alone; layers are p
 """
 
 import json
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SAMPLES, HIDDEN, DRAFT_VOCAB = 8, 576, 256
+LAYER_IDS = [2, 15, 27]
 TRAINERS = ("speculators", "specforge", "modelopt")
 # Tensors that SGLang's drafter takes, in the names that each trainer's checkpoint has.
 DRAFTER = {
@@ -88,3 +92,45 @@ def test_its_drafter_has_what_sglang_loads(checked: dict[str, Any]) -> None:
         assert set(tensors.keys()) >= DRAFTER[checked["trainer"]]
         assert tensors.get_slice("fc.weight").get_shape() == [HIDDEN, 3 * HIDDEN]
         assert tensors.get_slice("lm_head.weight").get_shape() == [DRAFT_VOCAB, HIDDEN]
+
+
+def test_sglang_loads_the_whole_drafter(checked: dict[str, Any], smollm2: Path, tmp_path: Path) -> None:
+    """Every parameter that SGLang's drafter has, against the checkpoint; the embeddings are the target's."""
+    folder = checked["drafter"]
+    if checked["trainer"] == "speculators":
+        (folder / "config.json").write_text(json.dumps(for_sglang(json.loads((folder / "config.json").read_text()))))
+    run(sys.executable, HERE / "load_drafter.py", smollm2, folder, tmp_path / "loaded.json")
+    loaded = json.loads((tmp_path / "loaded.json").read_text())
+    expected: dict[str, float] = defaultdict(float)
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  # not a dict
+            expected[name_in_sglang(name)] += tensors.get_tensor(name).double().sum().item()
+        draft_ids = (tensors.get_tensor("d2t") + torch.arange(DRAFT_VOCAB)).tolist()
+    sums = {name: total for name, total in loaded["sums"].items() if "embed_tokens" not in name}
+    assert len(sums) >= 11 and sums.keys() <= expected.keys()
+    assert sums == pytest.approx({name: expected[name] for name in sums}, rel=1e-6, abs=1e-3)
+    assert loaded["draft_ids"] == draft_ids
+
+
+def for_sglang(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of speculators, which has no export of its own, as SGLang's drafter reads it."""
+    layer = config["transformer_layer_config"]
+    return {
+        **layer,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_output": config["norm_output"],
+        "rope_theta": layer["rope_parameters"]["rope_theta"],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": config["norm_before_fc"],
+        },
+    }
+
+
+def name_in_sglang(name: str) -> str:
+    """Of the parameter that a tensor of a checkpoint goes into."""
+    name = name.replace("midlayer.", "layers.0.")
+    name = re.sub(r"\b[qkv]_proj\b", "qkv_proj", re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", name))
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
