@@ -169,6 +169,7 @@ class VerifyConfig:
     samples: int = _key(16, "samples compared with the reference")
     seed: int = _key(0, "which samples")
     device: str = _key("auto", "device of the reference: auto, cpu or cuda")
+    logprobs: bool = _key(True, "argmax: compare with the engine's own log-probabilities too, which starts SGLang")
     incomplete: bool = _key(False, "accept an unfinished run and check what is committed")
 
 

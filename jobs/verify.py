@@ -4,6 +4,8 @@ python jobs/verify.py output.path=/nvme/hs                                      
 python jobs/verify.py output.path=/nvme/hs verify.reference=hf verify.samples=16     # and values, against transformers
 """
 
+from functools import partial
+
 import _checkout  # noqa: F401  (makes the clone importable)
 
 from hs_ray.config import VerifyJob, run_job
@@ -16,7 +18,8 @@ def main(job: VerifyJob) -> int:
     storage = open_storage(path, job.output.storage_options)
     report = verify_integrity(storage, job.verify.incomplete)
     show("integrity", report)
-    reference = {"hf": verify_reference, "argmax": verify_argmax}.get(job.verify.reference.value)
+    argmax = partial(verify_argmax, logprobs=job.verify.logprobs)
+    reference = {"hf": verify_reference, "argmax": argmax}.get(job.verify.reference.value)
     if reference is not None:
         compared = reference(
             path,

@@ -72,30 +72,40 @@ def _measure(what: str, resolved: ResolvedJob, output: Path, cpus: int) -> Plann
     set_environment()
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning", resources={PRIVATE: 1})
     try:
-        with _Memory() as memory:
-            started, busy, others = time.monotonic(), time.process_time(), _cpu_of_others()
+        with _Watch() as watch:
+            started, busy, others = time.monotonic(), time.process_time(), watch.others_s
             sources = list_sources(resolved.job.input)
             content_digests(sources)
             tables = read_tables(split_sources(sources), resolved.tokenize_settings, cpus)
             summary = build_plan(LocalStorage(str(output)), tables, resolved)
-            seconds, driver_s = time.monotonic() - started, time.process_time() - busy - memory.cpu_s
-            workers_s = _cpu_of_others() - others
+            seconds, driver_s = time.monotonic() - started, time.process_time() - busy - watch.own_s
+            workers_s = watch.others_s - others
     finally:
         ray.shutdown()
-    peaks = (memory.driver_bytes, memory.all_bytes)
+    peaks = (watch.driver_bytes, watch.all_bytes)
     return Planned(what, cpus, summary.samples, summary.tokens, seconds, driver_s, workers_s, *peaks)
 
 
-class _Memory:
-    """Peaks of this process and of all it started, looked at now and then. Linux."""
+class _Watch:
+    """Memory of this process and of all it started, and CPU time of the latter, looked at now and then. Linux.
+
+    Readers end with the reading: what they took since the last look is not seen.
+    """
 
     def __init__(self) -> None:
-        self.driver_bytes = self.all_bytes = 0
-        self.cpu_s = 0.0  # of the looking: walking the pages of every process is not cheap
+        self.driver_bytes = self.all_bytes = 0  # peaks
+        self.own_s = 0.0  # CPU time of the looking: walking the pages of every process is not cheap
+        self._ticks: dict[str, int] = {}  # CPU time by pid, also of those that have ended
         self._stop = Event()
         self._thread = Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_Memory":
+    @property
+    def others_s(self) -> float:
+        """CPU seconds so far of the processes that this one started."""
+        return sum(self._ticks.values()) / os.sysconf("SC_CLK_TCK")
+
+    def __enter__(self) -> "_Watch":
+        self._look()
         self._thread.start()
         return self
 
@@ -105,10 +115,16 @@ class _Memory:
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_EVERY_S):
-            self.driver_bytes = max(self.driver_bytes, _kilobytes("self", "status", "VmRSS:") * 1024)
-            together = sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in _family("self"))
-            self.all_bytes = max(self.all_bytes, together * 1024)
-            self.cpu_s = time.thread_time()
+            self._look()
+            self.own_s = time.thread_time()
+
+    def _look(self) -> None:
+        self.driver_bytes = max(self.driver_bytes, _kilobytes("self", "status", "VmRSS:") * 1024)
+        family = list(_family("self"))
+        self.all_bytes = max(self.all_bytes, 1024 * sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in family))
+        for pid in family[1:]:
+            if fields := _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split():
+                self._ticks[pid] = sum(map(int, fields[11:13]))  # utime, stime: fields 14 and 15 of proc(5)
 
 
 def _family(pid: str) -> Iterator[str]:
@@ -117,15 +133,6 @@ def _family(pid: str) -> Iterator[str]:
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in _read(path).split():
             yield from _family(child)
-
-
-def _cpu_of_others() -> float:
-    """CPU seconds so far of the processes that this one started and that still run."""
-    ticks = 0
-    for pid in list(_family("self"))[1:]:
-        fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-        ticks += sum(map(int, fields[11:13]))  # utime, stime: fields 14 and 15 of proc(5)
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _kilobytes(pid: str, file: str, key: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import reference
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hs_ray.reader import HiddenStatesDataset
-from hs_ray.schema import CaptureSpec
+from hs_ray.schema import FINAL_NORM, CaptureSpec
 from hs_ray.storage import open_storage
-from hs_ray.verify import verify_integrity, verify_reference
+from hs_ray.verify import argmax, verify_integrity, verify_reference
 
 pytestmark = pytest.mark.integration
 
@@ -114,6 +117,19 @@ def test_every_token_has_its_states_and_they_are_transformers(output: Path, smol
     for name in spec.columns:
         found, limit = (float(torch.cat(errors).square().mean().sqrt()) for errors in (ours[name], own[name]))
         assert found <= 1.5 * limit, f"{name}: {found:.4f}, transformers' own bf16 {limit:.4f}"
+
+
+def test_argmax_agrees_with_the_engine_and_not_with_another_norm(output: Path, tmp_path: Path) -> None:
+    """Random tokens: what comes next is never likely, and its log-probability is right all the same."""
+    right = argmax.verify_argmax(str(output), samples=99)
+    assert right.ok, right.table
+    assert right.counts["logprobs_compared"] == sum(LENGTHS) - len(LENGTHS)
+    copy = shutil.copytree(output, tmp_path / "copy")
+    with safe_open(copy / FINAL_NORM, framework="pt") as file:
+        kept = {"weight": torch.ones_like(file.get_tensor("weight"))}, file.metadata()
+    save_file(kept[0], copy / FINAL_NORM, metadata=kept[1])
+    wrong = argmax.verify_argmax(str(copy), samples=99)
+    assert [problem.check for problem in wrong.problems] == ["logprobs"], wrong.table
 
 
 def test_verify_agrees(output: Path) -> None:

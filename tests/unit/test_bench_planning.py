@@ -1,12 +1,14 @@
 """The made-up inputs of the planning bench, and its table."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hs_ray.bench import corpus
+from hs_ray.bench import corpus, planning
 from hs_ray.bench.planning import Planned, format_rows
 from hs_ray.config import ExtractJob
 from hs_ray.inputs import list_sources, read_chunk, split_sources
@@ -46,3 +48,10 @@ def test_table() -> None:
     assert text.splitlines()[1].split() == [
         "chats", "2", "1,000", "2,000,000", "10.0", "100", "200,000", "1.5", "8.2", "300", "1,234",
     ]  # fmt: skip
+
+
+def test_the_work_of_readers_that_have_ended_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "SAMPLE_EVERY_S", 0.02)
+    with planning._Watch() as watch:
+        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"], check=True)
+    assert 0.2 < watch.others_s < 2 and watch.all_bytes > watch.driver_bytes / 2 > 0

@@ -31,7 +31,8 @@ from hs_ray.errors import ConfigError, OutputError
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.storage import open_storage
 from hs_ray.verify import verify_argmax, verify_integrity, verify_reference
-from hs_ray.verify.argmax import output_matrix
+from hs_ray.verify.argmax import _compare, _scaled, output_matrix
+from hs_ray.verify.report import ReferenceReport
 from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
 Rows = list[dict[str, Any]]
@@ -365,7 +366,7 @@ def test_job_exit_codes(made: MadeOutput, tmp_path: Path):
 
 
 def test_argmax_is_a_figure(made: MadeOutput):
-    report = verify_argmax(str(made.path), samples=99)
+    report = verify_argmax(str(made.path), samples=99, logprobs=False)
     assert report.ok and "t-1" in report.table[0] and "t+2" in report.table[0]
     assert report.counts["tokens_compared"] > 300
 
@@ -385,8 +386,24 @@ def test_argmax_finds_the_next_token_of_greedy_text(made: MadeOutput):
     (made.path / schema.MANIFEST).unlink()
     for unit in (1, 2):
         (made.path / schema.marker_path(unit)).unlink()
-    table = verify_argmax(str(made.path), samples=99, incomplete=True).table
+    table = verify_argmax(str(made.path), samples=99, incomplete=True, logprobs=False).table
     assert "t+1 100.0%" in table[0]
+
+
+def test_a_product_that_is_not_all_of_the_logits_has_no_verdict(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"final_logit_softcapping": 30.0}}))
+    assert _scaled(str(tmp_path)) == ["final_logit_softcapping"]
+    (tmp_path / "config.json").write_text(json.dumps({"final_logit_softcapping": None, "logit_scale": 1.0}))
+    assert _scaled(str(tmp_path)) == []
+    ours, theirs = np.zeros(9, np.float32), np.full(9, -3, np.float32)
+    for scaled, ok in ([], False), (["logit_scale"], True):
+        report = ReferenceReport()
+        _compare(report, "final_pre_norm", ours, theirs, scaled)
+        assert report.ok is ok and report.counts == {"logprobs_compared": 9}
+        assert "median difference 3.000" in report.table[0]
+    report = ReferenceReport()
+    _compare(report, "final_pre_norm", ours, np.full(9, np.nan, np.float32), [])
+    assert not report.ok
 
 
 def test_argmax_needs_a_final_state(tmp_path: Path):
