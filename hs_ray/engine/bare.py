@@ -15,7 +15,7 @@ class BareEngine:
     def __init__(self, options: EngineOptions):
         if options.device == "cpu":
             cpu.prepare(options.tp_size)
-        janitor.start()  # SGLang leaves files in /dev/shm, at a clean end too
+        janitor.start(janitor.own_temporary_folder())  # SGLang leaves files behind, at a clean end too
         set_environment()
         from sglang.srt.entrypoints.engine import Engine
 

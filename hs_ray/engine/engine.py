@@ -141,7 +141,7 @@ class HiddenStateEngine:
         if options.device == "cpu":
             cpu.prepare(options.tp_size)
         check_installed()
-        janitor.start()
+        janitor.start(janitor.own_temporary_folder())
         self.ring = Ring(options.ring_bytes)
         self._serials = itertools.count()
         self._tickets: dict[str, Ticket] = {}

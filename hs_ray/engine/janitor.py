@@ -1,27 +1,43 @@
-"""A small process that outlives another, and removes what a kill leaves of that: processes, files in /dev/shm.
+"""A small process that outlives another, and removes what that leaves: processes, files in /dev/shm, temporary ones.
 
 Run as a script with the pid of the process to watch over. SGLang, NCCL and Python's multiprocessing name files in
 /dev/shm and unlink them at a clean end only; `kill -9` is never clean, and Ray's agents wait a minute for a cluster
-that is gone. While the watched process lives this one notes which processes descend from it and which files in
-/dev/shm they map. Standard library alone, so that it starts in milliseconds.
+that is gone. SGLang's sockets stay at a clean end too. While the watched process lives this one notes which processes
+descend from it and which files in /dev/shm they map. Standard library alone, so that it starts in milliseconds.
 """
 
 import contextlib
+import getpass
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 LOOK_SECONDS = 2.0
 SHM = "/dev/shm/"
 
 
-def start() -> int:
-    """Watch over this process -> the janitor's pid. Detached: not among the children that SGLang ends at its end."""
-    command = [sys.executable, "-S", "-E", __file__, str(os.getpid())]
+def start(*folders: str) -> int:
+    """Watch over this process -> the janitor's pid. Detached: not among the children that SGLang ends at its end.
+
+    folders: removed when this process has ended.
+    """
+    command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), *folders]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def own_temporary_folder() -> str:
+    """Make a folder for the temporary files of this process and those it starts from here on."""
+    before = tempfile.gettempdir()
+    # What torch compiles is no temporary file: the next engine wants it too.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{before}/torchinductor_{getpass.getuser()}")
+    folder = tempfile.mkdtemp(prefix="hs-")  # short: SGLang puts sockets there, whose names may have 107 characters
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return folder
 
 
 def stop(pid: int) -> None:
@@ -120,6 +136,8 @@ def main() -> None:
     for stream in (0, 1, 2):  # holding the engine's output open would keep its readers waiting
         os.dup2(null, stream)
     watch(int(sys.argv[1]))
+    for folder in sys.argv[2:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

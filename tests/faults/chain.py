@@ -6,9 +6,11 @@ A chain is a function of its seed, but for the moments at which processes happen
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -42,6 +44,7 @@ class Victim:
     """One start of the driver, in a session of its own; what descends from it carries a mark in its environment."""
 
     def __init__(self, script: Path, words: list[str], log: Path, environment: Mapping[str, str], folder: Path):
+        self.temporary = Path(tempfile.mkdtemp(prefix="hsr-", dir="/tmp"))  # short: sockets are put there
         self.mark = f"HS_RAY_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
         self.shared_memory = _names_in_shared_memory()
         self.log = log
@@ -52,7 +55,7 @@ class Victim:
                 stdout=file,
                 stderr=file,
                 cwd=folder,
-                env={**os.environ, **environment, name: value},
+                env={**os.environ, "TMPDIR": str(self.temporary), "RAY_TMPDIR": "/tmp", **environment, name: value},
             )
 
     def find(self, name: str) -> list[int]:
@@ -89,12 +92,14 @@ class Victim:
         return self.process.wait(RUN_S)
 
     def leftovers(self) -> list[str]:
-        """What it left, after the seconds that its janitors may take: processes, names in /dev/shm."""
+        """What it left, after the seconds that its janitors may take: processes, names in /dev/shm, temporary files."""
         deadline = time.monotonic() + CLEANUP_S
         while True:
             left = [Path(f"/proc/{pid}/cmdline").read_text()[:60] for pid in self.find("")]
             left += sorted(_names_in_shared_memory() - self.shared_memory)
+            left += map(str, self.temporary.iterdir())
             if not left or time.monotonic() > deadline:
+                shutil.rmtree(self.temporary)
                 return left
             time.sleep(0.1)
 
@@ -130,7 +135,8 @@ class Chain:
     def judge(self, victim: Victim, finished: bool) -> None:
         """Nothing torn, nothing double, nothing wrong, nothing left; and nothing lost once it is finished."""
         self.counts["judged"] += 1
-        assert victim.leftovers() == [], self.tail()
+        left = victim.leftovers()
+        assert left == [], f"{left}\n{self.tail()}"
         storage = self.storage
         if not storage.exists("_run/run.json"):
             assert not finished and self.committed() == 0

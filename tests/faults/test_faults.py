@@ -92,12 +92,14 @@ def test_sigterm_finishes_what_is_in_hand(tmp_path: Path) -> None:
 def test_what_fails_in_an_actor_is_one_message(tmp_path: Path) -> None:
     """A disk's error ends the run with 1, one that the user can mend with 2; neither as Ray's trace."""
     chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=40)
-    assert chain.start(**{chains.WRITER_DIES_AFTER: "5"}).wait() == 1
+    victim = chain.start(**{chains.WRITER_DIES_AFTER: "5"})
+    assert victim.wait() == 1 and victim.leftovers() == []
     said = "the run failed: OSError: [Errno 5] Input/output error (injected); run the same command again to resume"
     assert said in chain.tail().splitlines()
     for path in (tmp_path / "out/_run/samples").iterdir():
         path.write_bytes(b"PAR1 not any more")
-    assert chain.start().wait() == 2
+    victim = chain.start()
+    assert victim.wait() == 2 and victim.leftovers() == []
     assert ", cannot be read (" in chain.tail() and "restore the file, or start a run in another folder" in chain.tail()
     assert "Traceback" not in chain.tail() and "ray.data" not in chain.tail() and "UDF" not in chain.tail()
 
@@ -190,7 +192,8 @@ def test_a_folder_that_one_node_sees_is_refused(three_nodes: object, tmp_path: P
     chain.words = [word for word in chain.words if not word.startswith("cluster.address")]
     chain.words += [f"cluster.address={three_nodes.address}"]  # type: ignore[attr-defined]
     chain.folder = tmp_path
-    assert chain.start().wait() == 2
+    victim = chain.start()
+    assert victim.wait() == 2 and victim.leftovers() == []
     assert "3 of 3 nodes of the Ray cluster do not see what this one writes there" in chain.tail()
 
 
