@@ -53,6 +53,7 @@ def test_smollm2(smollm2: Path) -> None:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(tokenizer("Grüße, 世界 12345").input_ids) == "Grüße, 世界 12345"
+    assert "local_files_only" not in json.loads((smollm2 / "tokenizer_config.json").read_text())
 
 
 def test_smollm2_is_the_real_model(smollm2: Path) -> None:
