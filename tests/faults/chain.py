@@ -3,6 +3,7 @@
 A chain is a function of its seed, but for the moments at which processes happen to be where a kill finds them.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -97,11 +98,21 @@ class Victim:
         while True:
             left = [Path(f"/proc/{pid}/cmdline").read_text()[:60] for pid in self.find("")]
             left += sorted(_names_in_shared_memory() - self.shared_memory)
-            left += map(str, self.temporary.iterdir())
+            left += _left_in(self.temporary)
             if not left or time.monotonic() > deadline:
                 shutil.rmtree(self.temporary)
                 return left
             time.sleep(0.1)
+
+
+def _left_in(folder: Path) -> list[str]:
+    """All but empty folders: torch.distributed makes one whenever it is imported, and a killed process leaves it."""
+    left = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it goes while we look
+            if not path.is_dir() or any(path.iterdir()):
+                left.append(str(path))
+    return left
 
 
 def _names_in_shared_memory() -> set[str]:
