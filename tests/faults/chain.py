@@ -3,7 +3,6 @@
 A chain is a function of its seed, but for the moments at which processes happen to be where a kill finds them.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -98,21 +97,12 @@ class Victim:
         while True:
             left = [Path(f"/proc/{pid}/cmdline").read_text()[:60] for pid in self.find("")]
             left += sorted(_names_in_shared_memory() - self.shared_memory)
-            left += _left_in(self.temporary)
+            # An engine's folder. Any library of a killed driver may leave a temporary file of its own beside it.
+            left += map(str, self.temporary.glob("hs-*"))
             if not left or time.monotonic() > deadline:
                 shutil.rmtree(self.temporary)
                 return left
             time.sleep(0.1)
-
-
-def _left_in(folder: Path) -> list[str]:
-    """All but empty folders: torch.distributed makes one whenever it is imported, and a killed process leaves it."""
-    left = []
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it goes while we look
-            if not path.is_dir() or any(path.iterdir()):
-                left.append(str(path))
-    return left
 
 
 def _names_in_shared_memory() -> set[str]:
