@@ -153,16 +153,16 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
     return raw
 
 
-def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a multimodal wrapper's config (Kimi-K2.5, Gemma 3, ...)."""
     part: dict[str, Any] = raw.get("text_config") or raw.get("llm_config") or raw
     return part
 
 
 def _text_config(raw: dict[str, Any], folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """`_text_part`, with what the file leaves out because it is the default of its class in transformers."""
+    """`text_part`, with what the file leaves out because it is the default of its class in transformers."""
     needed = ("num_hidden_layers", "hidden_size", "vocab_size")
-    text = _text_part(raw)
+    text = text_part(raw)
     if not all(isinstance(text.get(key), int) for key in needed):
         from transformers import AutoConfig
 
@@ -243,7 +243,7 @@ def final_norm(info: ModelInfo) -> tuple["torch.Tensor", float, str]:
     """
     from safetensors import safe_open
 
-    text = _text_part(_read_config(Path(info.path), info.name))
+    text = text_part(_read_config(Path(info.path), info.name))
     files = _norm_files(info)
     keys = [key for key in files if NORM_KEY.search(key) and not OTHER_NORM.search(key)]
     if len(keys) != 1:

@@ -42,7 +42,7 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
     Ray says.
     """
     _configure()
-    board = Board.remote()  # type: ignore[attr-defined]
+    board = Board.remote()  # type: ignore[attr-defined]  # ray.remote adds it
     job, engines = extraction.job, extraction.total.engines
     print(f"hs_ray: starting {engines} engine{'s' if engines > 1 else ''}, loading the model", flush=True)
     progress = Progress(

@@ -37,7 +37,7 @@ class _Readers:
         self._starting: dict[Any, Any] = {}  # answer to come -> reader
         self._at_work: dict[Any, int] = {}  # reader -> its chunks
         for _ in range(count):
-            reader = _Reader.remote(settings)  # type: ignore[attr-defined]
+            reader = _Reader.remote(settings)  # type: ignore[attr-defined]  # ray.remote adds it
             self._starting[reader.ready.remote()] = reader
 
     def free(self) -> Any | None:

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from hs_ray.errors import ConfigError, UnsupportedError
-from hs_ray.model import ModelInfo, local_weights
+from hs_ray.model import ModelInfo, local_weights, text_part
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.verify.logprobs import engine_logprobs
 from hs_ray.verify.report import ReferenceReport
@@ -132,7 +132,7 @@ def _compare(report: ReferenceReport, column: str, ours: np.ndarray, theirs: np.
 def _scaled(folder: str) -> list[str]:
     """The keys of the model's config by which its logits are not lm_head's product alone."""
     config = json.loads((Path(folder) / "config.json").read_text())
-    config |= config.get("text_config") or {}
+    config = {**config, **text_part(config)}
     return [key for key in SCALED if config.get(key) not in (None, 1, 1.0)]
 
 

@@ -234,7 +234,7 @@ def test_the_driver_is_killed_twice_and_submitted_again(head: RayHead, place: Pa
         enough = len(committed) + 4
         while len(list(output.glob("_run/done/*.json"))) < enough:
             assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+            time.sleep(0.2)  # files of another process: nothing tells of them
         lease = json.loads(max(output.glob("_run/leases/*.json")).read_text())
         subprocess.run(["kill", "-9", str(lease["pid"])], check=True)
         committed = {path: path.read_bytes() for path in output.glob("_run/done/*.json")}

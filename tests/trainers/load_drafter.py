@@ -41,7 +41,7 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
 
 def start(model: str, drafter: str) -> None:
     cpu.prepare()
-    janitor.start()
+    janitor.start(janitor.own_temporary_folder())
     from sglang.srt.entrypoints.engine import Engine
 
     class Loading(Engine):
