@@ -231,6 +231,7 @@ class BenchConfig:
     path: str | None = _key(None, "where capture + write writes; null: /dev/shm")
     transformers: bool = _key(False, "also time transformers + hooks + torch.save")
     whole_job: bool = _key(True, "also time the whole job through Ray Data")
+    replicas: list[int] = _key([], "instead: the whole job with each of these numbers of engines, against the first")
     plan_samples: int = _key(0, "instead: plan this many made-up samples of 1,000 tokens")
     plan_chats: int = _key(0, "instead: plan this many made-up chats, tokenized with the model's tokenizer")
     read: str | None = _key(None, "instead: read this output, local or s3://, with and without workers")

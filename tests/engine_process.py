@@ -28,7 +28,7 @@ class Captured:
 
 
 def options_for(folder: Path, layers: tuple[int, ...] | None = None, **changes: Any) -> EngineOptions:
-    """Options of an engine on CPU for a model folder; all layer ids unless given."""
+    """Options of an engine for a model folder, on CPU unless `device` says otherwise; all layer ids unless given."""
     config = json.loads((folder / "config.json").read_text())
     n = config["num_hidden_layers"]
     spec = CaptureSpec(layers if layers is not None else tuple(range(n + 1)), "both", n, config["hidden_size"])
@@ -44,7 +44,12 @@ def options_for(folder: Path, layers: tuple[int, ...] | None = None, **changes: 
         ring_bytes=2**28,
         chunked_prefill_size=128,
     )
-    return replace(options, **changes)
+    options = replace(options, **changes)
+    if options.device == "cpu":
+        return options
+    # Several engines of a test share the GPU: a pool no larger than they need, and the backend that needs no package.
+    pool = {"max_total_tokens": 2 * max(options.max_seq_len, options.chunk)}
+    return replace(options, mem_fraction_static=0.5, attention_backend="triton", args=pool | dict(options.args))
 
 
 class EngineProcess:

@@ -1,5 +1,6 @@
 """From a BenchJob to rows: what is timed, on what, in which order."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -46,7 +47,21 @@ def workloads(job: BenchJob, vocab_size: int) -> dict[str, Prompts]:
     return made
 
 
-def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> Iterator[Row]:
+def bench_rows(job: BenchJob, setting: Setting, work: Mapping[str, Prompts], folder: Path) -> Iterator[Row]:
+    """All that `job.bench` asks for. folder: for the whole job's inputs and outputs."""
+    if job.bench.replicas:
+        yield from _replicas_rows(job, setting, work, folder)
+        return
+    bare: dict[str, float] = {}
+    for row in _engine_ways(job, setting, work):
+        bare.setdefault(row.prompts, row.tokens_per_s)  # the first way
+        yield row
+    if job.bench.whole_job:
+        for label, prompts in work.items():
+            yield _whole_job(job, setting, label, "whole job", prompts, folder, bare[label])
+
+
+def _engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> Iterator[Row]:
     """Every way in its own process, all of them up at once, timed in turn."""
     makers: dict[str, Callable[[Setting], Way]] = {
         "bare engine": Bare,
@@ -68,15 +83,33 @@ def engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) ->
             process.close()
 
 
-def whole_job_rows(
-    job: BenchJob, setting: Setting, work: Mapping[str, Prompts], folder: Path, rows: list[Row]
-) -> Iterator[Row]:
-    """The job itself, after start-up, against the bare engine's median of the same prompts."""
+def _replicas_rows(job: BenchJob, setting: Setting, work: Mapping[str, Prompts], folder: Path) -> Iterator[Row]:
+    """The whole job with each of `bench.replicas` engines, each on as many times the prompts.
+
+    The ratio is to the first number's rate per engine: 1 would be linear.
+    """
     for label, chosen in work.items():
-        place = folder / label.replace(" ", "-")
-        place.mkdir()
-        tokens = sum(len(prompt) for prompt in chosen)
-        rate = tokens / run_whole_job(job, chosen, place, setting.options.device)
-        bare = next(row for row in rows if row.prompts == label)
-        per_token = setting.options.spec.bytes_per_token
-        yield Row(label, "whole job", rate, rate / bare.tokens_per_s, rate * per_token / 1e9, 0.0, 0.0)
+        per_engine = 0.0
+        for count in job.bench.replicas:
+            way = f"whole job, {count} engine{'s'[: count > 1]}"
+            row = _whole_job(job, setting, label, way, chosen * count, folder, per_engine * count, count)
+            per_engine = per_engine or row.tokens_per_s / count
+            yield row
+
+
+def _whole_job(
+    job: BenchJob,
+    setting: Setting,
+    label: str,
+    way: str,
+    prompts: Prompts,
+    folder: Path,
+    yardstick: float,
+    replicas: str | int = "auto",
+) -> Row:
+    """yardstick: tokens/s that the ratio is to; 0: this row is the yardstick."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        timed = run_whole_job(job, prompts, Path(place), setting.options.device, replicas)
+    rate = sum(len(prompt) for prompt in prompts) / timed.seconds
+    gb_per_s = rate * setting.options.spec.bytes_per_token / 1e9
+    return Row(label, way, rate, rate / (yardstick or rate), gb_per_s, 0.0, timed.waited_s, timed.idle_s)

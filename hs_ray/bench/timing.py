@@ -50,7 +50,8 @@ class Row:
     ratio: float  # to the first way
     gb_per_s: float
     spread: float  # (largest - smallest) / median of the repeats
-    waited_s: float
+    waited_s: float  # seconds that samples waited for shared memory, that is for the writers
+    idle_s: float  # seconds without a sample in the engine: mostly the end, when the last unit is still being written
 
 
 def compare(
@@ -63,26 +64,29 @@ def compare(
     for label, prompts in workloads.items():
         tokens = sum(len(p) for p in prompts)
         seconds: dict[str, list[float]] = {name: [] for name in ways}  # for all of the tokens
-        waited: dict[str, float] = dict.fromkeys(ways, 0.0)
+        lost: dict[str, list[float]] = {name: [0.0, 0.0] for name in ways}  # waited, idle
         for _ in range(repeats):
             for name, way in ways.items():
                 result = way.time(prompts)
                 seconds[name].append(result["seconds"] * tokens / result.get("tokens", tokens))
-                waited[name] += result.get("waited", 0.0)
+                for index, key in enumerate(("waited", "idle")):
+                    lost[name][index] += result.get(key, 0.0) / repeats
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         yardstick = medians[next(iter(ways))]
         for name, times in seconds.items():
             rate = tokens / medians[name]
             captured = 0.0 if name == next(iter(ways)) else rate * bytes_per_token / 1e9
             spread = (max(times) - min(times)) / medians[name]
-            yield Row(label, name, rate, yardstick / medians[name], captured, spread, waited[name] / repeats)
+            yield Row(label, name, rate, yardstick / medians[name], captured, spread, *lost[name])
 
 
-HEAD = f"{'prompts':<16} {'way':<24} {'tokens/s':>10} {'ratio':>7} {'GB/s':>7} {'spread':>7} {'waited s':>9}"
+HEAD = (
+    f"{'prompts':<16} {'way':<24} {'tokens/s':>10} {'ratio':>7} {'GB/s':>7} {'spread':>7} {'waited s':>9} {'idle s':>7}"
+)
 
 
 def format_row(row: Row) -> str:
     return (
         f"{row.prompts:<16} {row.way:<24} {row.tokens_per_s:>10,.0f} {row.ratio:>7.3f} {row.gb_per_s:>7.2f} "
-        f"{row.spread:>7.3f} {row.waited_s:>9.2f}"
+        f"{row.spread:>7.3f} {row.waited_s:>9.2f} {row.idle_s:>7.2f}"
     )

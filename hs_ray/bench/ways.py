@@ -38,7 +38,7 @@ class Setting:
 
 class Way(Protocol):
     def time(self, prompts: Prompts) -> dict[str, float]:
-        """Seconds from the first prompt to the last result, and whatever else is worth a column."""
+        """`seconds` from the first prompt to the last result; `waited`, `idle`: see `timing.Row`; `tokens` if fewer."""
 
     def close(self) -> None: ...
 
@@ -66,9 +66,10 @@ class Capture:
         self.engine = HiddenStateEngine(setting.options)
 
     def time(self, prompts: Prompts) -> dict[str, float]:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), self.engine.busy_s
         waited = self._run(prompts)
-        return {"seconds": time.perf_counter() - start, "waited": waited}
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "waited": waited, "idle": seconds - (self.engine.busy_s - busy)}
 
     def _run(self, prompts: Prompts) -> float:
         waited = 0.0

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BACKEND = "triton" if DEVICE == "cuda" else None
 MANY = 2000 if DEVICE == "cuda" else 40
 LENGTHS = (1, 127, 128, 129, 255, 256, 257, 1500)
 PLUG = 15 * 128
@@ -30,7 +29,7 @@ BF16_SHARE = 1.5
 
 
 def engine_of(folder: Path, layers: tuple[int, ...] | None = None, **changes: object) -> EngineProcess:
-    return EngineProcess(options_for(folder, layers, device=DEVICE, attention_backend=BACKEND, **changes))
+    return EngineProcess(options_for(folder, layers, device=DEVICE, **changes))
 
 
 def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndarray]:
