@@ -15,7 +15,7 @@ import numpy as np
 from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
 from hs_ray.extract import extract_unit
-from hs_ray.schema import Sample
+from hs_ray.schema import Sample, shard_metadata
 from hs_ray.storage import LocalStorage, Scratch
 from hs_ray.writer import ShardWriter
 
@@ -65,6 +65,7 @@ def write(
     connection, child = context.Pipe()
     process = context.Process(target=_serve, args=(child, options, root, units, slower))
     process.start()
+    child.close()  # so that a process that is gone is an end of file here
     assert connection.poll(RUN_S), "the engine's process did not answer"
     answer = connection.recv()
     process.join(60)
@@ -96,12 +97,13 @@ def _serve(
 
 def _write(engine: HiddenStateEngine, storage: LocalStorage, units: Sequence[Sequence[np.ndarray]]) -> Written:
     spec = engine.options.spec
+    metadata = shard_metadata(spec, model="test", revision=None, fingerprint="test", compression="none", versions={})
 
     def one(unit: int) -> float:
         samples = [
             Sample(f"{unit}-{i}", "test", i, ids, np.ones(len(ids), np.uint8)) for i, ids in enumerate(units[unit])
         ]
-        writer = ShardWriter(storage, unit, "0001-test", 1, spec, "none", {}, "test", 0)
+        writer = ShardWriter(storage, unit, "0001-test", 1, spec, "none", metadata, "test", 0)
         waited = extract_unit(engine, writer, samples)
         writer.commit("test", 0.0)
         return waited

@@ -91,7 +91,7 @@ def _replicas_rows(job: BenchJob, setting: Setting, work: Mapping[str, Prompts],
     for label, chosen in work.items():
         per_engine = 0.0
         for count in job.bench.replicas:
-            way = f"whole job, {count} engine{'s'[: count > 1]}"
+            way = f"whole job, {count} {'engine' if count == 1 else 'engines'}"
             row = _whole_job(job, setting, label, way, chosen * count, folder, per_engine * count, count)
             per_engine = per_engine or row.tokens_per_s / count
             yield row

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.cluster]
 
 LIMIT_S = 1500.0  # engines start slowly on a busy machine
 METRICS_S = 120.0
+ROUNDS = 5
 EXPECTED = Path(__file__).parent / "expected"
 BROKEN = ['{"id": "no-messages"}', "not json"]
 
@@ -147,14 +148,24 @@ def check_log(name: str, log: str) -> None:
 # --- tests: one engine start each; each on both kinds of cluster would be twice the time ---
 
 
+def repeated_demo(path: Path) -> Path:
+    """The demo's samples several times over: the dashboard looks at a run every few seconds, so it must last some."""
+    samples = [json.loads(line) for line in (data_path("demo") / "samples.jsonl").read_text().splitlines()]
+    lines = [json.dumps(sample | {"id": f"{sample['id']}-{n}"}) for n in range(ROUNDS) for sample in samples]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def test_a_good_run_is_seen_while_it_runs(head: RayHead, place: Path) -> None:
-    run = submit(head, place, "good", "output.shard_bytes=2MB", "layers=[2,4,5]", "cluster.progress_seconds=2")
+    path = repeated_demo(place / "good.jsonl")
+    words = ["output.shard_bytes=2MB", "layers=[2,4,5]", "cluster.progress_seconds=2"]
+    run = submit(head, place, "good", f"input.path={path}", *words)
     assert run.cli_code == 0, run.log
     manifest = run.manifest()
     counts = manifest["counts"]
     assert (
         manifest["complete"]
-        and counts["committed"] == 79
+        and counts["committed"] == 79 * ROUNDS
         and [layer["id"] for layer in manifest["layers"]] == [2, 4, 5]
     )
     check_log("good", run.log)
