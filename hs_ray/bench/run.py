@@ -13,7 +13,7 @@ from hs_ray.config import BenchJob
 from hs_ray.engine import patching
 from hs_ray.engine.options import EngineOptions
 from hs_ray.model import local_weights
-from hs_ray.pipeline.resources import engine_options
+from hs_ray.pipeline.resources import engine_options, units_at_once
 from hs_ray.plan import resolve
 
 WARM_TOKENS = 2  # times the chunk: kernels compiled, memory touched, before anything is timed
@@ -26,7 +26,7 @@ def resolve_bench(job: BenchJob) -> Setting:
     patch = patching.check_installed()
     options = engine_options(resolved, patch.release, _device(job), longest)
     options = EngineOptions(**{**vars(options), "model_path": local_weights(resolved.model)})
-    return Setting(options, job.bench.path or "/dev/shm", job.output.compression.value)
+    return Setting(options, job.bench.path or "/dev/shm", units_at_once(job), job.output.compression.value)
 
 
 def _device(job: BenchJob) -> str:

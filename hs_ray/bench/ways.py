@@ -24,7 +24,6 @@ from hs_ray.schema import Sample
 from hs_ray.storage import Storage, open_storage
 from hs_ray.writer import ShardWriter
 
-WRITERS = 4  # units written at once, as in the job
 SHARE = 8  # transformers gets one in so many of the prompts
 UNIT_TOKENS = 32_768  # 1 GiB of four states at hidden 4096
 
@@ -33,6 +32,7 @@ UNIT_TOKENS = 32_768  # 1 GiB of four states at hidden 4096
 class Setting:
     options: EngineOptions
     folder: str  # where capture + write writes
+    writers: int  # units in the engine at once, as in the job
     compression: str = "none"
 
 
@@ -97,7 +97,7 @@ class CaptureWrite(Capture):
 
     def _run(self, prompts: Prompts) -> float:
         storage = open_storage(self.folder)
-        with ThreadPoolExecutor(WRITERS) as pool:
+        with ThreadPoolExecutor(self.setting.writers) as pool:
             return sum(pool.map(lambda item: self._unit(storage, *item), enumerate(_units(prompts))))
 
     def _unit(self, storage: Storage, unit: int, samples: list[Sample]) -> float:

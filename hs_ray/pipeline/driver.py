@@ -26,7 +26,7 @@ from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.extraction import Extraction, extract_units
 from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
 from hs_ray.pipeline.progress import Total
-from hs_ray.pipeline.resources import device_of, engine_options, replicas_of
+from hs_ray.pipeline.resources import device_of, engine_options, replicas_of, units_at_once
 from hs_ray.plan import (
     PlanSummary,
     ResolvedJob,
@@ -150,7 +150,7 @@ def _extract(
             earlier_tokens=sum(marker.tokens for marker in markers.values()),
         ),
         gpus=job.engine.tp_size if device == "cuda" else 0,
-        at_once=job.cluster.prefetch_units,
+        at_once=units_at_once(job),
         progress_s=job.cluster.progress_seconds,
         stopping=stop.draining,
     )

@@ -39,6 +39,13 @@ def replicas_of(job: ExtractJob, found: Cluster, device: str) -> int:
     return replicas
 
 
+def units_at_once(job: ExtractJob) -> int:
+    """Units in one engine, each with a thread that writes it: as many as keep up with an 8B model on one H200."""
+    if job.cluster.prefetch_units != "auto":
+        return int(job.cluster.prefetch_units)
+    return 8 if job.output.compression.value == "split_zstd" else 4
+
+
 def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tokens: int) -> EngineOptions:
     """One engine's options. Raises ConfigError if its shared memory cannot hold the longest sample several times."""
     job, spec = resolved.job, resolved.spec

@@ -9,7 +9,7 @@ from hs_ray.config import ExtractJob, load
 from hs_ray.errors import ConfigError
 from hs_ray.pipeline import cluster
 from hs_ray.pipeline.cluster import Cluster
-from hs_ray.pipeline.resources import replicas_of
+from hs_ray.pipeline.resources import replicas_of, units_at_once
 
 
 def job(*overrides: str) -> ExtractJob:
@@ -28,6 +28,12 @@ def test_engines_fit_nodes_not_the_sum_of_their_gpus() -> None:
 def test_an_engine_larger_than_a_node_is_refused_with_what_is_possible() -> None:
     with pytest.raises(ConfigError, match="no node of the cluster has more than 8 GPUs; use engine.tp_size=8"):
         replicas_of(job("engine.tp_size=16"), Cluster((8, 8), cpus=64), "cuda")
+
+
+def test_compression_takes_more_writers() -> None:
+    assert units_at_once(job()) == 4
+    assert units_at_once(job("output.compression=split_zstd")) == 8
+    assert units_at_once(job("output.compression=split_zstd", "cluster.prefetch_units=3")) == 3
 
 
 def test_a_submitted_job_may_not_write_into_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,12 @@ REFUSED = {
     "input.path=x.jsonl": "output.path = null: a folder or s3://bucket/prefix; say where the states of this input go",
     "output.shard_bytes=lots": "output.shard_bytes = lots: a size such as 1GiB, 500MB or 1048576",
     "output.min_free_bytes=-1": "output.min_free_bytes = -1: a size of 0 or more",
-    "cluster.prefetch_units=0": "cluster.prefetch_units = 0: 1 or more",
+    "cluster.prefetch_units=0": "cluster.prefetch_units = 0: auto, or a whole number of units, 1 or more",
     "cluster.lease_seconds=0": "cluster.lease_seconds = 0.0: 1 or more",
     # keys that are ours
     "+engine.args.disable_radix_cache=false": "engine.args.disable_radix_cache = False: the prefix cache must stay off: it skips the tokens it knows, and their states would be missing",
+    "+engine.args.disable_prefill_cuda_graph=false": "engine.args.disable_prefill_cuda_graph = False: prefill runs eagerly: a replayed graph passes the hooks by and pads the batch; it gains nothing at full batches",
+    "+engine.args.cuda-graph-backend-prefill=full": "engine.args.cuda-graph-backend-prefill = full: prefill runs eagerly: a replayed graph passes the hooks by and pads the batch; it gains nothing at full batches",
     "+engine.args.tp_size=2": "engine.args.tp_size = 2: set by engine.tp_size; use that key",
     "+engine.args.tensor-parallel-size=2": "engine.args.tensor-parallel-size = 2: set by engine.tp_size; use that key",
     "+engine.args.port=30000": "engine.args.port = 30000: no server is run: the engine lives inside a Ray actor",

@@ -1,0 +1,51 @@
+"""What the benchmark makes of its timings; the timings themselves are its own affair (`jobs/bench.py`)."""
+
+from typing import Any
+
+import pytest
+
+from hs_ray.bench import plot
+from hs_ray.bench.timing import HEAD, compare, format_row
+
+PROMPTS = [[1] * 100, [2] * 300]
+
+
+class Timed:
+    """A way that took these seconds, one timing after the other."""
+
+    def __init__(self, *results: dict[str, float]):
+        self.results = list(results)
+
+    def time(self, prompts: Any) -> dict[str, float]:
+        assert prompts is PROMPTS
+        return self.results.pop(0)
+
+
+def test_rows_are_medians_and_ratios_to_the_first_way() -> None:
+    bare = Timed({"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 10.0})
+    ours = Timed(*[{"seconds": 4.0, "waited": waited, "idle": 1.5} for waited in (0.0, 0.3, 0.9)])
+    part = Timed(*[{"seconds": 1.0, "tokens": 100}] * 3)  # a slow way, on a quarter of the prompts
+    ways: Any = {"bare": bare, "ours": ours, "part": part}
+    rows = list(compare(ways, {"two": PROMPTS}, 3, 10**6))  # type: ignore[dict-item]
+    assert [(row.way, row.tokens_per_s, row.ratio) for row in rows] == [
+        ("bare", 200.0, 1.0),
+        ("ours", 100.0, 0.5),
+        ("part", 100.0, 0.5),
+    ]
+    assert [row.gb_per_s for row in rows] == [0.0, 0.1, 0.1]
+    assert rows[0].spread == 4.5
+    assert (rows[1].waited_s, rows[1].idle_s) == pytest.approx((0.4, 1.5))
+    assert len(format_row(rows[1])) == len(HEAD)
+
+
+def test_bars_are_as_long_as_the_rates() -> None:
+    rows = [
+        {"prompts": "2048 tokens", "way": "bare engine", "tokens_per_s": 200.0, "ratio": 1.0},
+        {"prompts": "mixed", "way": "<other>", "tokens_per_s": 50.0, "ratio": 0.25},
+    ]
+    svg = plot.draw(rows)
+    assert "prompts of 2048 tokens" in svg
+    assert "prompts of mixed lengths" in svg
+    assert "&lt;other&gt;" in svg
+    widths = [float(part.split('"')[1]) for part in svg.split("<rect")[2:] for part in [part[part.index("width") :]]]
+    assert widths[0] == pytest.approx(4 * widths[1], rel=0.01)
