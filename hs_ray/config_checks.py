@@ -177,6 +177,10 @@ def _engine_problems(engine: EngineConfig) -> Iterator[str]:
 
 
 def _output_problems(output: OutputConfig) -> Iterator[str]:
+    if output.node_path is not None and not output.node_path.startswith(("/", "$")):
+        yield _text(
+            "output.node_path", output.node_path, "null, or an absolute path on every node; variables are allowed"
+        )
     for name in ("shard_bytes", "min_free_bytes"):
         try:
             parse_bytes(getattr(output, name))

@@ -121,6 +121,9 @@ class InputConfig:
 @dataclass
 class OutputConfig:
     path: str | None = _key(None, "folder or s3://bucket/prefix; null: outputs/demo")
+    node_path: str | None = _key(
+        None, "folder on each node's own disk for the shards; the rest stays in output.path, which all nodes see"
+    )
     shard_bytes: str = _key("1GiB", "aimed size of a shard, which is one unit of work")
     compression: Compression = _key(Compression.none, "none, or split_zstd (lossless, about 0.68 of the bytes)")
     on_existing: OnExisting = _key(OnExisting.resume, "resume an output made with the same configuration, or fail")

@@ -155,6 +155,8 @@ def _judge(storage: Storage, fingerprint: str) -> tuple[dict[int, Marker], list[
     # After the markers: a shard is there before its marker, so none that a listed marker names can be overlooked.
     sizes = {info.path: info.size for info in storage.list(SHARDS)}
     for unit, marker in markers.items():
+        if marker is not None and not storage.holds(marker.node):
+            sizes.setdefault(str(marker.shard), marker.bytes)  # on another node's own disk: believed
         reason = distrust(marker, fingerprint, sizes)
         if marker is not None and reason is None:
             trusted[unit] = marker
@@ -224,6 +226,7 @@ def build_manifest(storage: Storage, run: dict[str, Any], markers: dict[int, Mar
     shards = [
         {"unit": m.unit, "path": m.shard, "samples": m.samples, "rows": m.rows, "tokens": m.tokens}
         | {"bytes": m.bytes, "sha256": m.sha256}
+        | ({"node": m.node} if m.node else {})
         for _, m in sorted(markers.items())
         if m.shard is not None
     ]
@@ -243,6 +246,8 @@ def build_manifest(storage: Storage, run: dict[str, Any], markers: dict[int, Mar
         "final": spec["final"],
         "counts": counts,
     }
+    if nodes := sorted({m.node for m in markers.values() if m.node}):
+        head["nodes"] = nodes
     storage.write(MANIFEST, _one_shard_a_line(head, shards).encode())
     return head | {"shards": shards}
 

@@ -229,9 +229,13 @@ class Marker:
     failed: list[Reject] = field(default_factory=list)
     engine: str = ""
     seconds: float = 0.0
+    node: str = ""  # whose own disk the shard is on (`output.node_path`); empty where all nodes see it
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        fields = asdict(self)
+        if not self.node:
+            del fields["node"]
+        return json.dumps(fields, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: JsonText) -> "Marker":

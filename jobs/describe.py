@@ -8,6 +8,7 @@ import _checkout  # noqa: F401  (makes the clone importable)
 
 from hs_ray.config import DescribeJob, run_job
 from hs_ray.describe import describe, text
+from hs_ray.reader.output import find_shards, load_run
 from hs_ray.report import write_report
 from hs_ray.storage import open_storage
 
@@ -16,7 +17,8 @@ def main(job: DescribeJob) -> int:
     path = str(job.output.path)
     print(text(describe(path, job.output.storage_options)), flush=True)
     if job.report:
-        print(f"\nreport: {write_report(open_storage(path, job.output.storage_options))}", flush=True)
+        storage = open_storage(path, job.output.storage_options)
+        print(f"\nreport: {write_report(find_shards(storage, load_run(storage)))}", flush=True)
     return 0
 
 

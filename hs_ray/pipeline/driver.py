@@ -16,7 +16,7 @@ from threading import Event
 from typing import Any
 
 from hs_ray.config import ExtractJob, parse_bytes
-from hs_ray.errors import HsRayError, UnsupportedError
+from hs_ray.errors import HsRayError, RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
@@ -76,6 +76,7 @@ def _run(
 ) -> int:
     storage, job = flight.storage, flight.resolved.job
     markers: dict[int, Marker] = {}
+    _see_every_disk(flight)
     if run is not None:
         markers = drop_untrusted(storage, lease.epoch, key[0])
         plan = load_summary(run)
@@ -87,14 +88,27 @@ def _run(
         run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)
     clean_leftovers(storage, lease.epoch, markers)
     MarkerIndex(storage).replace(markers.values())
-    remaining = [unit for unit in range(plan.units) if unit not in markers]
-    if remaining:
+    if len(markers) == plan.units and storage.exists(MANIFEST):
+        say("nothing to do: every unit is committed")
+    rounds = 0
+    while remaining := [unit for unit in range(plan.units) if unit not in markers]:
+        if rounds:
+            say(f"{len(remaining):,} committed units have lost their shards, with a node's disk or by hand: once more")
+        if rounds > job.cluster.max_retries:
+            raise RunError(f"that was {rounds} times; what is there stays: run the same command again to resume")
         _extract(flight, key[0], plan, markers, remaining, lease, stop)
+        _see_every_disk(flight)  # again: the engines have ended, and Ray's connection with them
         markers = drop_untrusted(storage, lease.epoch, key[0])  # what is there, not what we were told
         clean_leftovers(storage, lease.epoch, markers)
-    elif storage.exists(MANIFEST):
-        say("nothing to do: every unit is committed")
+        rounds += 1
     return _finish(storage, run, markers)
+
+
+def _see_every_disk(flight: Preflight) -> None:
+    """Where shards are on each node's own disk, the driver asks the nodes for them."""
+    if flight.resolved.job.output.node_path:
+        cluster.connect(flight.resolved.job.cluster.address)
+        nodes.see_every_disk(flight.storage)
 
 
 def _extract(

@@ -10,7 +10,7 @@ from hs_ray.errors import ConfigError, HsRayError, OutputError
 from hs_ray.inputs import Source, list_sources
 from hs_ray.pipeline import cluster
 from hs_ray.plan import ResolvedJob, differing_keys, load_run, resolve
-from hs_ray.storage import Storage, open_storage
+from hs_ray.storage import PerNodeStorage, Storage, open_storage
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ def preflight(job: ExtractJob) -> Preflight:
         raise ConfigError(problems)
     prove.check(resolved.model.architecture, patch.release, resolved.model.name)
     storage = open_storage(job.output.path or "", job.output.storage_options)
+    if job.output.node_path:
+        storage = PerNodeStorage(storage, job.output.node_path)
     return Preflight(resolved, sources, patching.versions(), storage)
 
 
@@ -59,6 +61,12 @@ def existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str
         raise OutputError(
             f"output.path = {flight.storage.root}: made by another configuration; use it again, "
             f"or choose another folder. What differs:\n  {differing}"
+        )
+    node_path, given = run["config"]["output"].get("node_path"), flight.resolved.job.output.node_path
+    if node_path != given:
+        raise OutputError(
+            f"output.node_path = {given or 'null'}: this run left its shards in {node_path or 'output.path'}; "
+            f"use output.node_path={node_path or 'null'}"
         )
     if flight.resolved.job.output.on_existing is OnExisting.fail:
         raise OutputError(

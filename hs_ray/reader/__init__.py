@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hs_ray.errors import ConfigError, ShardError
 from hs_ray.reader.norm import FinalNorm, load_final_norm
-from hs_ray.reader.output import Output, ShardEntry, open_output
+from hs_ray.reader.output import Output, ShardEntry, find_shards, open_output
 from hs_ray.reader.shard import ShardFile
 from hs_ray.storage import open_storage
 
@@ -77,8 +77,13 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         storage_options: Mapping[str, Any] | None = None,
     ):
         self._path, self._options = path, dict(storage_options or {})
-        self._storage = open_storage(path, self._options)
-        self.output = open_output(self._storage, incomplete)
+        self.output = open_output(open_storage(path, self._options), incomplete)
+        self._storage = self.output.storage
+        if self.output.elsewhere and rank is None and _ranks(None, None)[1] > 1:
+            raise ConfigError(
+                f"{path}: its shards are on each node's own disk; give the rank and world_size of this node's "
+                "processes, for example those of LOCAL_RANK and LOCAL_WORLD_SIZE"
+            )
         known = self.output.spec.columns
         self.columns = tuple(known if columns is None else columns)
         unknown = [name for name in self.columns if name not in known]
@@ -200,7 +205,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     def _open(self, shard: int) -> ShardFile:
         if self._pid != os.getpid():  # forked or copied: connections and descriptors are the parent's
             self._files, self._pid = OrderedDict(), os.getpid()
-            self._storage = open_storage(self._path, self._options)
+            self._storage = find_shards(open_storage(self._path, self._options), self.output.run)
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]

@@ -6,13 +6,14 @@ committed is read only when asked for (`incomplete=True`).
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.schema import DONE, MANIFEST, RUN_JSON, SHARDS, CaptureSpec, Marker, marker_path, unit_name
-from hs_ray.storage import FileInfo, Storage
+from hs_ray.storage import FileInfo, PerNodeStorage, Storage, node_name
 
 OUR_SHARD = re.compile(r"unit-\d{6,}-[\w.-]+\.parquet")
 
@@ -27,11 +28,16 @@ class ShardEntry:
     rows: int
     tokens: int
     bytes: int
+    node: str = ""  # whose own disk it is on; empty where all nodes see it
 
 
 @dataclass(frozen=True)
 class Output:
-    """An opened output. `shards` are in unit order, which is the order of the input."""
+    """An opened output. `shards` are in unit order, which is the order of the input.
+
+    Where shards are on each node's own disk (`output.node_path`) they are this node's; `elsewhere` has the others'
+    number by node.
+    """
 
     storage: Storage
     run: dict[str, Any]
@@ -40,6 +46,7 @@ class Output:
     compression: str
     complete: bool
     shards: tuple[ShardEntry, ...]
+    elsewhere: dict[str, int]
 
     @property
     def samples(self) -> int:
@@ -77,6 +84,14 @@ def load_run(storage: Storage) -> dict[str, Any]:
     return run
 
 
+def find_shards(storage: Storage, run: Mapping[str, Any]) -> Storage:
+    """The storage that sees this node's shards, where the run left them on each node's own disk."""
+    node_path = run["config"]["output"].get("node_path")
+    if not node_path or isinstance(storage, PerNodeStorage) or storage.list(SHARDS):
+        return storage  # as usual; or they were copied into one place since
+    return PerNodeStorage(storage, node_path)
+
+
 def run_spec(run: Mapping[str, Any]) -> CaptureSpec:
     """What a run captured, out of run.json or out of a shard's metadata."""
     spec = run.get("spec", run)
@@ -106,6 +121,7 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
     file, for a missing marker, a shard that is missing or of another size, or a foreign file among the shards.
     """
     run = load_run(storage)
+    storage = find_shards(storage, run)
     manifest = load_json(storage, MANIFEST) or {}
     complete = bool(manifest.get("complete"))
     if not complete and not incomplete:
@@ -114,7 +130,15 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
             f"{'says so' if manifest else 'is missing'}); finish it with the same command, or ask for what is "
             f"committed so far with incomplete=true"
         )
-    entries = _from_manifest(storage, manifest) if complete else _from_markers(storage)
+    named = _from_manifest(storage, manifest) if complete else _from_markers(storage)
+    entries = [entry for entry in named if storage.holds(entry.node)]
+    elsewhere = Counter(entry.node for entry in named if not storage.holds(entry.node))
+    if elsewhere and not entries:
+        raise OutputError(
+            f"output.path = {storage.root}: its shards are on the nodes {', '.join(sorted(elsewhere))}, none on this "
+            f"one ({node_name()}); read them there, or copy every node's "
+            f"{run['config']['output']['node_path']}/{SHARDS}/ into {storage.root}/{SHARDS}/"
+        )
     _check_files(storage, entries, complete)
     return Output(
         storage=storage,
@@ -124,6 +148,7 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
         compression=run["config"]["output"]["compression"],
         complete=complete,
         shards=tuple(sorted(entries, key=lambda entry: entry.unit)),
+        elsewhere=dict(elsewhere),
     )
 
 
@@ -135,12 +160,12 @@ def _from_manifest(storage: Storage, manifest: dict[str, Any]) -> list[ShardEntr
                 f"{storage.root}/{marker_path(unit)}: missing, though {MANIFEST} says that the run is complete"
             )
     names = ShardEntry.__dataclass_fields__
-    return [ShardEntry(**{name: entry[name] for name in names}) for entry in manifest["shards"]]
+    return [ShardEntry(**{name: entry[name] for name in names if name in entry}) for entry in manifest["shards"]]
 
 
 def _from_markers(storage: Storage) -> list[ShardEntry]:
     return [
-        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes)
+        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes, m.node)
         for m in load_markers(storage).values()
         if m.shard is not None
     ]
@@ -156,7 +181,10 @@ def _check_files(storage: Storage, entries: list[ShardEntry], complete: bool) ->
     for entry in entries:
         info = present.get(entry.path)
         if info is None:
-            raise ShardError(f"{storage.root}/{entry.path}: missing, the marker of {unit_name(entry.unit)} names it")
+            where = f" on node {entry.node}" if entry.node else ""
+            raise ShardError(
+                f"{storage.root}/{entry.path}: missing, the marker of {unit_name(entry.unit)} names it{where}"
+            )
         if info.size != entry.bytes:
             raise ShardError(
                 f"{storage.root}/{entry.path}: damaged, {info.size} bytes where {entry.bytes} were committed"

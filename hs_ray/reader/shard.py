@@ -55,11 +55,12 @@ class ShardFile:
     def __init__(self, storage: Storage, path: str):
         self.name = f"{storage.root}/{path}"
         self._fd = -1
+        local = storage.local_path(path)
         try:
             self._file = storage.open(path)
-            self._parquet = pq.ParquetFile(self._file, pre_buffer=not storage.is_local)
-            if storage.is_local:
-                self._fd = os.open(f"{storage.root}/{path}", os.O_RDONLY)
+            self._parquet = pq.ParquetFile(self._file, pre_buffer=local is None)
+            if local is not None:
+                self._fd = os.open(local, os.O_RDONLY)
         except READ_ERRORS as error:
             raise ShardError(f"{self.name}: not a readable Parquet file ({error})") from error
         text = (self._parquet.metadata.metadata or {}).get(METADATA_KEY)

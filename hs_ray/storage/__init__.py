@@ -6,6 +6,7 @@ from typing import Any
 from hs_ray.errors import OutputError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
+from hs_ray.storage.per_node import PerNodeStorage, node_name
 from hs_ray.storage.room import FULL, OnWait, wait_while, when_there_is_room
 from hs_ray.storage.scratch import GrowingHash, Scratch
 
@@ -15,8 +16,10 @@ __all__ = [
     "GrowingHash",
     "LocalStorage",
     "OnWait",
+    "PerNodeStorage",
     "Scratch",
     "Storage",
+    "node_name",
     "open_storage",
     "wait_while",
     "when_there_is_room",

@@ -31,6 +31,19 @@ class Storage(ABC):
     root: str
     is_local: bool
 
+    @property
+    def node(self) -> str:
+        """Whose disk a shard published here is on; empty where all nodes see it."""
+        return ""
+
+    def holds(self, node: str) -> bool:
+        """Whether shards whose marker names this node (or none) are seen from here."""
+        return True
+
+    def local_path(self, path: str) -> str | None:
+        """The file's name for the operating system; None for what is not on a local or mounted disk."""
+        return None
+
     @abstractmethod
     def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
         """Files right under `folder` whose names start with `prefix`, by path; [] if there is no such folder."""

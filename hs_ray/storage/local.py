@@ -23,6 +23,9 @@ class LocalStorage(Storage):
         self._root = Path(root).expanduser().absolute()
         self.root = str(self._root)
 
+    def local_path(self, path: str) -> str | None:
+        return str(self._root / path)
+
     def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
         found = []
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.plan import read_unit
-from hs_ray.reader.output import OUR_SHARD, load_json, load_run, run_spec
+from hs_ray.reader.output import OUR_SHARD, find_shards, load_json, load_run, run_spec
 from hs_ray.schema import DONE, MANIFEST, REJECTS, RUN_JSON, SAMPLES, SHARDS, Marker, marker_path, unit_name
 from hs_ray.storage import Storage
 from hs_ray.verify.content import ContentChecks
@@ -24,6 +24,7 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
     is a problem in the report.
     """
     run = load_run(storage)
+    storage = find_shards(storage, run)
     report = Report()
     manifest = _manifest(storage, report)
     if not (manifest and manifest.get("complete")) and not incomplete:
@@ -102,11 +103,14 @@ def _against_manifest(
 def _files(storage: Storage, markers: dict[int, Marker], finished: bool, report: Report) -> None:
     present = {info.path: info.size for info in storage.list(SHARDS)}
     named = {marker.shard for marker in markers.values()}
+    for marker in markers.values():
+        if not storage.holds(marker.node):  # another node's own disk: it is verified there
+            report.count(f"shards on node {marker.node}")
     for path in present:
         if path not in named and (finished or not OUR_SHARD.fullmatch(path.rpartition("/")[2])):
             report.add("foreign", path, "no marker names this file")
     for unit, marker in markers.items():
-        if marker.shard is not None and marker.shard not in present:
+        if marker.shard is not None and marker.shard not in present and storage.holds(marker.node):
             report.add("file", marker.shard, f"missing, {marker_path(unit)} names it")
         if marker.shard is None and (marker.samples or marker.rows):
             report.add("marker", marker_path(unit), f"names no shard and yet counts {marker.samples} samples")

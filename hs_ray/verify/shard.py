@@ -64,8 +64,8 @@ def audit_shard(
 
 
 def _load(storage: Storage, path: str) -> pa.Buffer:
-    if storage.is_local:
-        return pa.memory_map(f"{storage.root}/{path}").read_buffer()
+    if local := storage.local_path(path):
+        return pa.memory_map(local).read_buffer()
     return pa.py_buffer(storage.read_bytes(path))
 
 

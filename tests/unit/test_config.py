@@ -69,6 +69,7 @@ REFUSED = {
     "input.max_rejected=nan": "input.max_rejected = nan: a share from 0 to 1; for example 0.01",
     "input.limit=0": "input.limit = 0: null, or 1 or more lines",
     "input.path=x.jsonl": "output.path = null: a folder or s3://bucket/prefix; say where the states of this input go",
+    "output.node_path=nvme": "output.node_path = nvme: null, or an absolute path on every node; variables are allowed",
     "output.shard_bytes=lots": "output.shard_bytes = lots: a size such as 1GiB, 500MB or 1048576",
     "output.min_free_bytes=-1": "output.min_free_bytes = -1: a size of 0 or more",
     "cluster.prefetch_units=0": "cluster.prefetch_units = 0: auto, or a whole number of units, 1 or more",

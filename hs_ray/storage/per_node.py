@@ -1,0 +1,125 @@
+"""Shards on each node's own disk, everything else in an output that all nodes see (`output.node_path`).
+
+A shard has the same path in every layout, and its name is unique: copying every node's `shards/` into the output's
+makes it a plain one.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import pyarrow as pa
+
+from hs_ray.errors import OutputError
+from hs_ray.schema import SHARDS, TMP
+from hs_ray.storage.base import FileInfo, Storage
+from hs_ray.storage.local import LocalStorage
+from hs_ray.storage.scratch import Scratch
+
+
+def node_name() -> str:
+    """`$HS_RAY_NODE`, else the host's name: whose disk a shard is on, also after the machine started anew."""
+    return os.environ.get("HS_RAY_NODE") or socket.gethostname()
+
+
+class Disks(Protocol):
+    """The disks of all nodes, as the driver reaches them."""
+
+    def list(self, folder: str) -> Sequence[FileInfo]: ...
+
+    def remove(self, path: str) -> None: ...
+
+    def free_bytes(self) -> int: ...
+
+
+class PerNodeStorage(Storage):
+    """`shared`, but shards, and the scratch files they are made in, are under `node_path` on this node's own disk.
+
+    node_path: absolute; variables such as `$SCRATCH` are those of each node. disks: on the driver, what reaches every
+    node; elsewhere None, and only this node's shards are seen. Raises OutputError for a path that is not absolute.
+    """
+
+    def __init__(self, shared: Storage, node_path: str, disks: Disks | None = None):
+        self.shared, self.node_path, self.disks = shared, node_path, disks
+        self.root, self.is_local = shared.root, shared.is_local
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"disks": None}
+
+    @property
+    def disk(self) -> LocalStorage:
+        """This node's; asked for each time, since the storage travels between nodes."""
+        folder = os.path.expandvars(self.node_path)
+        if "$" in folder or not Path(folder).is_absolute():
+            raise OutputError(
+                f"output.node_path = {self.node_path}: is {folder} on node {node_name()}; an absolute path, whose "
+                "variables are set on every node"
+            )
+        return LocalStorage(folder)
+
+    @property
+    def node(self) -> str:
+        return node_name()
+
+    def holds(self, node: str) -> bool:
+        return node in ("", node_name()) or self.disks is not None
+
+    def local_path(self, path: str) -> str | None:
+        return self._place(path).local_path(path)
+
+    def _place(self, path: str) -> Storage:
+        return self.disk if PurePosixPath(path).parent == PurePosixPath(SHARDS) else self.shared
+
+    def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
+        found = {} if folder == SHARDS else {info.path: info for info in self.shared.list(folder, prefix)}
+        if folder in (SHARDS, TMP):
+            for info in self.disks.list(folder) if self.disks else self.disk.list(folder):
+                if PurePosixPath(info.path).name.startswith(prefix):
+                    found.setdefault(info.path, info)
+        return [found[path] for path in sorted(found)]
+
+    def size(self, path: str) -> int:
+        return self._place(path).size(path)
+
+    def read_bytes(self, path: str) -> bytes:
+        return self._place(path).read_bytes(path)
+
+    def read_many(self, paths: Sequence[str]) -> Sequence[bytes]:
+        return self.shared.read_many(paths)
+
+    def open(self, path: str) -> pa.NativeFile:
+        return self._place(path).open(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.shared.write(path, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self.shared.create(path, data)
+
+    def remove(self, path: str) -> None:
+        folder = PurePosixPath(path).parent
+        if folder != PurePosixPath(SHARDS):
+            self.shared.remove(path)
+        if folder in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
+            (self.disks or self.disk).remove(path)
+
+    def scratch(self, name: str) -> Scratch:
+        # Where it will be published: a shard is called after its unit, the plan's files are not.
+        return (self.disk if name.startswith("unit-") else self.shared).scratch(name)
+
+    def publish(self, scratch: Scratch, path: str) -> None:
+        self._place(path).publish(scratch, path)
+
+    def free_bytes(self) -> int | None:
+        return self.disks.free_bytes() if self.disks else None
+
+    def abort_incomplete_uploads(self) -> int:
+        return self.shared.abort_incomplete_uploads()
+
+    def now(self) -> float:
+        return self.shared.now()
+
+    def check_writable(self) -> None:
+        self.shared.check_writable()
