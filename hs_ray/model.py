@@ -153,10 +153,13 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
     return raw
 
 
+# Names that the language model's part of a multimodal config has.
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+
+
 def text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a multimodal wrapper's config (Kimi-K2.5, Gemma 3, ...)."""
-    part: dict[str, Any] = raw.get("text_config") or raw.get("llm_config") or raw
-    return part
+    """The language model's part of a multimodal wrapper's config (Kimi-K2.5, Gemma 3, ...), else the config itself."""
+    return next((raw[name] for name in TEXT_PARTS if isinstance(raw.get(name), dict) and raw[name]), raw)
 
 
 def _text_config(raw: dict[str, Any], folder: Path, config: ModelConfig) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from hs_ray.engine.canary import as_float32
 from hs_ray.engine.models import entry_for, refusal
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import UnsupportedError
+from hs_ray.model import text_part
 from hs_ray.prove import quirks
 from hs_ray.prove.compare import ColumnResult, States, compare, table, worst_of
 from hs_ray.prove.proofs import Proof
 from hs_ray.prove.reference import Reference, load_model
 from hs_ray.prove.request import Request
-from hs_ray.prove.twin import VOCAB, make_twin, text_part
+from hs_ray.prove.twin import VOCAB, make_twin
 from hs_ray.schema import CaptureSpec
 
 CHUNK = 128  # tokens of one forward pass: the longer prompts are split

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from hs_ray.model import text_part
 from hs_ray.prove.request import Request
-from hs_ray.prove.twin import text_part
 
 POOL = {"max_total_tokens": 4096, "max_running_requests": 16}
 # Of the memory that is free at the start: the pool is bounded by its tokens, and others use the machine meanwhile.

@@ -18,23 +18,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hs_ray.model import TEXT_PARTS, text_part
+
 LEAST_LAYERS, MOST_LAYERS = 4, 12
 WIDTH, HEADS, EXPERTS, VOCAB, CONTEXT = 256, 4, 8, 2048, 32768
 WINDOW = 64  # sliding windows are shorter than the prompts, so they count
 QUERY_SCALE = 1.5
 EXPERT_DIFFERENCE = 0.05
 
-# Sets that the language model's part of a multimodal config can be called.
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
 DENSE_WIDTHS = ("intermediate_size", "ffn_hidden_size", "intermediate_size_mlp")
 EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DROPPED = ("quantization_config", "compression_config", "_name_or_path", "transformers_version")
-
-
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config, the config itself if it is not a wrapper's."""
-    return next((config[name] for name in TEXT_PARTS if isinstance(config.get(name), dict)), config)
 
 
 def shrink(raw: Mapping[str, Any], full: Mapping[str, Any] | None = None, tp_size: int = 1) -> dict[str, Any]:

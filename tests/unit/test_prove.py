@@ -15,6 +15,7 @@ import pytest
 
 from hs_ray.engine.models import entry_for
 from hs_ray.errors import UnsupportedError
+from hs_ray.model import text_part
 from hs_ray.prove import docs, run
 from hs_ray.prove.compare import compare, table, token_errors
 from hs_ray.prove.measure import make_prompts, reference_states, spec_of
@@ -22,7 +23,7 @@ from hs_ray.prove.proofs import Key, Proof, add_proofs, cached_path, find_proof,
 from hs_ray.prove.reference import Reference, load_model
 from hs_ray.prove.request import Request
 from hs_ray.prove.shapes import SHAPES
-from hs_ray.prove.twin import make_twin, shrink, text_part
+from hs_ray.prove.twin import make_twin, shrink
 
 ROOT = Path(__file__).parents[2]
 LAYERS = 4
