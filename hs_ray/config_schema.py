@@ -124,6 +124,7 @@ class OutputConfig:
     node_path: str | None = _key(
         None, "folder on each node's own disk for the shards; the rest stays in output.path, which all nodes see"
     )
+    redo_lost: bool = _key(False, "with node_path: do units again whose shards are on disks that are not there")
     shard_bytes: str = _key("1GiB", "aimed size of a shard, which is one unit of work")
     compression: Compression = _key(Compression.none, "none, or split_zstd (lossless, about 0.68 of the bytes)")
     on_existing: OnExisting = _key(OnExisting.resume, "resume an output made with the same configuration, or fail")

@@ -143,6 +143,8 @@ def drop_untrusted(storage: Storage, epoch: int, fingerprint: str) -> dict[int, 
     """
     check_epoch(storage, epoch)
     trusted, untrusted = _judge(storage, fingerprint)
+    if untrusted:
+        storage.remove(MANIFEST)  # first: it names shards that do not count
     for unit in untrusted:
         storage.remove(marker_path(unit))
     return trusted

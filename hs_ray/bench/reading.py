@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from hs_ray.config import BenchJob
 from hs_ray.reader import HiddenStatesDataset
+from hs_ray.reader.output import find_shards, load_run
 from hs_ray.schema import SHARDS
-from hs_ray.storage import open_storage
+from hs_ray.storage import Storage, open_storage
 
 WORKERS = (0, 2, 4)
 BUFFER = 16 * 2**20
@@ -28,7 +29,7 @@ def bench_read(job: BenchJob) -> str:
         "plain read": partial(_plain, path, options),
         **{f"reader, {workers} workers": partial(_reader, path, options, workers) for workers in WORKERS},
     }
-    storage = open_storage(path, options)
+    storage = _open(path, options)
     size = sum(info.size for info in storage.list(SHARDS))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     samples = 0
@@ -46,15 +47,21 @@ def bench_read(job: BenchJob) -> str:
     return "\n".join(lines)
 
 
+def _open(path: str, options: dict[str, Any]) -> Storage:
+    storage = open_storage(path, options)
+    return find_shards(storage, load_run(storage))
+
+
 def _plain(path: str, options: dict[str, Any]) -> int:
     """Every byte of every shard, into one buffer (S3: an object at a time)."""
-    storage = open_storage(path, options)
+    storage = _open(path, options)
     buffer = bytearray(BUFFER)
     for info in storage.list(SHARDS):
-        if not storage.is_local:
+        local = storage.local_path(info.path)
+        if local is None:
             storage.read_bytes(info.path)
             continue
-        with (Path(path) / info.path).open("rb", buffering=0) as file:
+        with Path(local).open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
     return 0

@@ -75,6 +75,11 @@ def export(
     """
     options = dict(storage_options or {})
     output = open_output(open_storage(path, options), incomplete)
+    if output.elsewhere:
+        raise OutputError(
+            f"output.path = {path}: {sum(output.elsewhere.values()):,} shards are on other nodes' own disks "
+            f"({', '.join(sorted(output.elsewhere))}); copy all shards into {output.storage.root}/shards/ first"
+        )
     exporter = EXPORTERS[to](Choice.of(output), output)
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= exporter.vocab_size:
         raise ConfigError(

@@ -44,7 +44,8 @@ def connect(address: str) -> Cluster:
     set_environment()
     if not ray.is_initialized():
         try:
-            _start(address)
+            # Ours is private: where another job's is up by now, `auto` would find that one.
+            _start("local" if _janitors and address == "auto" else address)
         except ConnectionError as error:
             if address != "auto":
                 raise ConfigError(

@@ -19,7 +19,7 @@ from hs_ray.config import ExtractJob, parse_bytes
 from hs_ray.errors import HsRayError, RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
-from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
+from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted, list_markers
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
 from hs_ray.pipeline.actor import ActorJob
@@ -76,8 +76,9 @@ def _run(
 ) -> int:
     storage, job = flight.storage, flight.resolved.job
     markers: dict[int, Marker] = {}
-    _see_every_disk(flight)
+    _see_every_disk(flight, check=True)
     if run is not None:
+        nodes.check_nothing_is_away(storage, list_markers(storage), job.output.redo_lost)
         markers = drop_untrusted(storage, lease.epoch, key[0])
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
@@ -88,27 +89,28 @@ def _run(
         run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)
     clean_leftovers(storage, lease.epoch, markers)
     MarkerIndex(storage).replace(markers.values())
-    if len(markers) == plan.units and storage.exists(MANIFEST):
-        say("nothing to do: every unit is committed")
-    rounds = 0
-    while remaining := [unit for unit in range(plan.units) if unit not in markers]:
-        if rounds:
-            say(f"{len(remaining):,} committed units have lost their shards, with a node's disk or by hand: once more")
-        if rounds > job.cluster.max_retries:
-            raise RunError(f"that was {rounds} times; what is there stays: run the same command again to resume")
+    remaining = [unit for unit in range(plan.units) if unit not in markers]
+    if remaining:
         _extract(flight, key[0], plan, markers, remaining, lease, stop)
         _see_every_disk(flight)  # again: the engines have ended, and Ray's connection with them
+        nodes.check_nothing_is_away(storage, list_markers(storage), job.output.redo_lost)
         markers = drop_untrusted(storage, lease.epoch, key[0])  # what is there, not what we were told
         clean_leftovers(storage, lease.epoch, markers)
-        rounds += 1
+    elif storage.exists(MANIFEST):
+        say("nothing to do: every unit is committed")
+    if lost := plan.units - len(markers):
+        raise RunError(
+            f"{lost:,} units were committed and their shards are gone again, by hand or with a node's disk; "
+            "run the same command again: it does them anew"
+        )
     return _finish(storage, run, markers)
 
 
-def _see_every_disk(flight: Preflight) -> None:
-    """Where shards are on each node's own disk, the driver asks the nodes for them."""
+def _see_every_disk(flight: Preflight, check: bool = False) -> None:
+    """Where shards are on each node's own disk, the driver asks the nodes for them. check: that they can be written."""
     if flight.resolved.job.output.node_path:
         cluster.connect(flight.resolved.job.cluster.address)
-        nodes.see_every_disk(flight.storage)
+        nodes.see_every_disk(flight.storage, check)
 
 
 def _extract(

@@ -2,15 +2,16 @@
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hs_ray.errors import ConfigError, OutputError
-from hs_ray.schema import TMP
+from hs_ray.errors import ConfigError, HsRayError, OutputError, RunError
+from hs_ray.schema import SHARDS, TMP, Marker
 from hs_ray.storage import FileInfo, PerNodeStorage, Storage
 
 ANSWER_S = 120.0  # a node may have to start a worker first
@@ -26,7 +27,7 @@ def check_shared(storage: Storage) -> None:
         answers = _on_every_node(_sees, f"{storage.root}/{probe}")
     finally:
         storage.remove(probe)
-    blind = [address for address, seen in answers if not seen]
+    blind = [_alive().get(node, node) for node, seen in answers.items() if not seen]
     if blind:
         raise ConfigError(
             f"output.path = {storage.root}: {len(blind)} of {len(answers)} nodes of the Ray cluster do not see what "
@@ -37,35 +38,71 @@ def check_shared(storage: Storage) -> None:
 
 
 class NodeDisks:
-    """`storage.per_node.Disks`: every call asks every node that is alive. A node that is gone has no shards."""
+    """`storage.per_node.Disks`: a call asks every node that is alive."""
 
     def __init__(self, storage: PerNodeStorage):
         self._node = PerNodeStorage(storage.shared, storage.node_path)
+        self._places: dict[str, set[str]] = {}  # nodes that a file was listed on
 
     def list(self, folder: str) -> Sequence[FileInfo]:
-        return [info for _, found in _on_every_node(_list, self._node, folder) for info in found]
+        listed = []
+        for node, found in _on_every_node(_list, self._node, folder).items():
+            for info in found:
+                self._places.setdefault(info.path, set()).add(node)
+                listed.append(info)
+        return listed
 
     def remove(self, path: str) -> None:
-        _on_every_node(_remove, self._node, path)
+        if places := self._places.pop(path, None):  # else it was never on a disk
+            _on_every_node(_remove, self._node, path, only=places)
 
     def free_bytes(self) -> int:
         """Of all disks together; nodes that share one (by its device and host) count it once."""
-        return sum(dict(free for _, free in _on_every_node(_free, self._node)).values())
+        return sum(dict(_on_every_node(_free, self._node).values()).values())
+
+    def names(self) -> set[str]:
+        """Of the folders that are there."""
+        return {name for name in _on_every_node(_name, self._node).values() if name}
 
     def check_writable(self) -> None:
-        """Raises OutputError that names a node whose folder cannot be written."""
-        for address, reason in _on_every_node(_try_to_write, self._node):
+        """Raises OutputError that names a node whose folder cannot be written; nodes without an engine need none."""
+        gpus = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")}
+        for node, reason in _on_every_node(_try_to_write, self._node, only=gpus or None).items():
             if reason:
-                raise OutputError(f"output.node_path = {self._node.node_path}, node {address}: {reason}")
+                raise OutputError(
+                    f"output.node_path = {self._node.node_path}: node {_alive().get(node, node)}: {reason}"
+                )
 
 
-def see_every_disk(storage: Storage) -> None:
-    """From here on the driver sees the shards of all nodes, if they are on each node's own disk; call it once
-    Ray is there. Raises OutputError where a node's folder cannot be written."""
+def see_every_disk(storage: Storage, check: bool = False) -> None:
+    """From here on the driver sees the shards of all nodes, if they are on each node's own disk.
+
+    Call it when Ray is there, and again after Ray's end. check: raise OutputError where a node's folder cannot be
+    written.
+    """
     if isinstance(storage, PerNodeStorage):
         disks = NodeDisks(storage)
-        disks.check_writable()
+        if check:
+            disks.check_writable()
         storage.disks = disks
+
+
+def check_nothing_is_away(storage: Storage, markers: Mapping[int, Marker | None], redo: bool) -> None:
+    """Raises OutputError if committed shards are on disks that are not there, unless `redo` allows to do them again."""
+    if not isinstance(storage, PerNodeStorage) or not isinstance(storage.disks, NodeDisks):
+        return
+    here, names = {info.path for info in storage.list(SHARDS)}, storage.disks.names()
+    away = Counter(
+        marker.node
+        for marker in markers.values()
+        if marker is not None and marker.shard is not None and marker.shard not in here and marker.node not in names
+    )
+    if away and not redo:
+        where = ", ".join(f"{node or 'output.path'} ({count:,} shards)" for node, count in away.most_common(5))
+        raise OutputError(
+            f"output.node_path = {storage.node_path}: committed shards are on disks that are not there: {where}; start "
+            "their nodes (each folder has its name in _run/node), or give output.redo_lost=true to do those units again"
+        )
 
 
 def _alive() -> dict[str, str]:
@@ -73,22 +110,35 @@ def _alive() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
-def _on_every_node(function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-    """(address, answer) of every node; without those that end meanwhile. Raises what the function raises."""
-    remote = ray.remote(num_cpus=0)(function)
-    alive = _alive()
+def _on_every_node(function: Callable[..., Any], *args: Any, only: set[str] | None = None) -> dict[str, Any]:
+    """Its answer by node id; without those that end meanwhile.
+
+    Raises what the function raises, and RunError, with the node, for one that does not answer.
+    """
+    alive = {node: address for node, address in _alive().items() if only is None or node in only}
     calls = {
-        node: remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
+        node: _call.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(function, args)
         for node in alive
     }
-    answers = []
+    answers = {}
     for node, call in calls.items():
         try:
-            answers.append((alive[node], ray.get(call, timeout=ANSWER_S)))
-        except ray.exceptions.RayError:
-            if node in _alive():
-                raise
+            answers[node] = ray.get(call, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            if node not in _alive():
+                continue
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, HsRayError):
+                raise cause from None
+            raise RunError(
+                f"node {alive[node]}: {cause or type(error).__name__}; run the same command again"
+            ) from error
     return answers
+
+
+@ray.remote(num_cpus=0)
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
 
 
 def _sees(path: str) -> bool:
@@ -103,6 +153,10 @@ def _remove(storage: PerNodeStorage, path: str) -> None:
     storage.disk.remove(path)
 
 
+def _name(storage: PerNodeStorage) -> str | None:
+    return storage.disk_name()
+
+
 def _free(storage: PerNodeStorage) -> tuple[tuple[str, int], int]:
     folder = Path(storage.disk.root)
     while not folder.exists():
@@ -114,5 +168,5 @@ def _try_to_write(storage: PerNodeStorage) -> str | None:
     try:
         storage.disk.check_writable()
     except OutputError as error:
-        return str(error)
+        return str(error).removeprefix("output.path = ")
     return None

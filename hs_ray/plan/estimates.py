@@ -74,6 +74,7 @@ def estimate(
         "output_bytes": round(summary.state_bytes * ratio) + overhead,
         "shards": summary.units,
         "free_bytes": storage.free_bytes(),
+        "node_path": job.output.node_path,
         "min_free_bytes": parse_bytes(job.output.min_free_bytes),
         "seconds": (summary.tokens - done_tokens) / rate if rate else None,
         "tokens_per_second": tokens_per_second,
@@ -89,10 +90,11 @@ def check_fits(numbers: dict[str, Any], committed_bytes: int = 0) -> None:
     free = numbers["free_bytes"]
     missing = numbers["output_bytes"] - committed_bytes + numbers["min_free_bytes"]
     if free is not None and missing > free:
+        key = "node_path" if numbers["node_path"] else "path"
         raise OutputError(
-            f"output.path = {numbers['output']}: needs {size(missing)}, {size(numbers['min_free_bytes'])} of it "
-            f"to spare (output.min_free_bytes); {size(free)} are free; free some, take fewer layers, or "
-            f"output.compression=split_zstd"
+            f"output.{key} = {numbers['node_path'] or numbers['output']}: needs {size(missing)}, "
+            f"{size(numbers['min_free_bytes'])} of it to spare (output.min_free_bytes); {size(free)} are free; "
+            "free some, take fewer layers, or output.compression=split_zstd"
         )
 
 
@@ -104,7 +106,8 @@ def format_estimate(numbers: dict[str, Any]) -> str:
         for layer in n["layers"]
     )
     final = ", ".join(name for name in n["columns"] if name.startswith("final")) or "none"
-    free = "no bound (S3)" if n["free_bytes"] is None else f"{size(n['free_bytes'])} free"
+    unbounded = "each node's own disk" if n["node_path"] else "no bound (S3)"
+    free = unbounded if n["free_bytes"] is None else f"{size(n['free_bytes'])} free"
     learned = n["learned_tokens"] / max(n["tokens"], 1)
     lines = [
         f"model      {n['model']}",

@@ -79,11 +79,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         self._path, self._options = path, dict(storage_options or {})
         self.output = open_output(open_storage(path, self._options), incomplete)
         self._storage = self.output.storage
-        if self.output.elsewhere and rank is None and _ranks(None, None)[1] > 1:
-            raise ConfigError(
-                f"{path}: its shards are on each node's own disk; give the rank and world_size of this node's "
-                "processes, for example those of LOCAL_RANK and LOCAL_WORLD_SIZE"
-            )
+        if self.output.elsewhere:
+            _check_ranks_of_a_node(path, world_size, even)
         known = self.output.spec.columns
         self.columns = tuple(known if columns is None else columns)
         unknown = [name for name in self.columns if name not in known]
@@ -235,6 +232,23 @@ class MapStyle(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return self.dataset[index]
+
+
+def _check_ranks_of_a_node(path: str, world_size: int | None, even: bool) -> None:
+    """Ranks of several nodes cannot share out what is on one. Raises ConfigError."""
+    distributed = torch.distributed
+    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if ranks > 1 and world_size != here:
+        raise ConfigError(
+            f"{path}: its shards are on each node's own disk; give rank and world_size of this node's processes "
+            f"(LOCAL_RANK, LOCAL_WORLD_SIZE), not of all {ranks}"
+        )
+    if even:
+        raise ConfigError(
+            f"{path}: even = True, and its shards are on each node's own disk: nodes have different numbers of "
+            "samples; copy the shards into one place, or stop at the shortest"
+        )
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

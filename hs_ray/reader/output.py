@@ -13,7 +13,7 @@ from typing import Any
 
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.schema import DONE, MANIFEST, RUN_JSON, SHARDS, CaptureSpec, Marker, marker_path, unit_name
-from hs_ray.storage import FileInfo, PerNodeStorage, Storage, node_name
+from hs_ray.storage import FileInfo, PerNodeStorage, Storage
 
 OUR_SHARD = re.compile(r"unit-\d{6,}-[\w.-]+\.parquet")
 
@@ -85,10 +85,10 @@ def load_run(storage: Storage) -> dict[str, Any]:
 
 
 def find_shards(storage: Storage, run: Mapping[str, Any]) -> Storage:
-    """The storage that sees this node's shards, where the run left them on each node's own disk."""
+    """The storage that sees this node's shards too, where the run left them on each node's own disk."""
     node_path = run["config"]["output"].get("node_path")
-    if not node_path or isinstance(storage, PerNodeStorage) or storage.list(SHARDS):
-        return storage  # as usual; or they were copied into one place since
+    if not node_path or isinstance(storage, PerNodeStorage):
+        return storage
     return PerNodeStorage(storage, node_path)
 
 
@@ -131,15 +131,15 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
             f"committed so far with incomplete=true"
         )
     named = _from_manifest(storage, manifest) if complete else _from_markers(storage)
-    entries = [entry for entry in named if storage.holds(entry.node)]
-    elsewhere = Counter(entry.node for entry in named if not storage.holds(entry.node))
+    present = {info.path: info for info in storage.list(SHARDS)}
+    entries = [entry for entry in named if entry.path in present or storage.holds(entry.node)]
+    elsewhere = Counter(entry.node for entry in named if entry.path not in present and not storage.holds(entry.node))
     if elsewhere and not entries:
         raise OutputError(
             f"output.path = {storage.root}: its shards are on the nodes {', '.join(sorted(elsewhere))}, none on this "
-            f"one ({node_name()}); read them there, or copy every node's "
-            f"{run['config']['output']['node_path']}/{SHARDS}/ into {storage.root}/{SHARDS}/"
+            f"one; read them there, or copy every node's {_on_a_node(storage)}/{SHARDS}/ into {storage.root}/{SHARDS}/"
         )
-    _check_files(storage, entries, complete)
+    _check_files(storage, present, entries, complete)
     return Output(
         storage=storage,
         run=run,
@@ -171,11 +171,15 @@ def _from_markers(storage: Storage) -> list[ShardEntry]:
     ]
 
 
-def _check_files(storage: Storage, entries: list[ShardEntry], complete: bool) -> None:
-    present: dict[str, FileInfo] = {info.path: info for info in storage.list(SHARDS)}
+def _on_a_node(storage: Storage) -> str:
+    return f"{storage.node_path}/{storage.folder}" if isinstance(storage, PerNodeStorage) else storage.root
+
+
+def _check_files(storage: Storage, present: Mapping[str, FileInfo], entries: list[ShardEntry], complete: bool) -> None:
     named = {entry.path for entry in entries}
+    # An unfinished run may hold shards that no marker names yet, a node that was away those of earlier attempts.
+    complete = complete and not isinstance(storage, PerNodeStorage)
     for path in present:
-        # An unfinished run may hold shards that no marker names yet; nothing else belongs there.
         if path not in named and (complete or not OUR_SHARD.fullmatch(path.rpartition("/")[2])):
             raise ShardError(f"{storage.root}/{path}: a foreign file, no marker names it; move it out of {SHARDS}/")
     for entry in entries:

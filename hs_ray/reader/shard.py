@@ -53,9 +53,9 @@ class ShardFile:
     """
 
     def __init__(self, storage: Storage, path: str):
-        self.name = f"{storage.root}/{path}"
         self._fd = -1
         local = storage.local_path(path)
+        self.name = local or f"{storage.root}/{path}"
         try:
             self._file = storage.open(path)
             self._parquet = pq.ParquetFile(self._file, pre_buffer=local is None)

@@ -6,7 +6,7 @@ from typing import Any
 from hs_ray.errors import OutputError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
-from hs_ray.storage.per_node import PerNodeStorage, node_name
+from hs_ray.storage.per_node import PerNodeStorage
 from hs_ray.storage.room import FULL, OnWait, wait_while, when_there_is_room
 from hs_ray.storage.scratch import GrowingHash, Scratch
 
@@ -19,7 +19,6 @@ __all__ = [
     "PerNodeStorage",
     "Scratch",
     "Storage",
-    "node_name",
     "open_storage",
     "wait_while",
     "when_there_is_room",

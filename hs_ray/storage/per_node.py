@@ -1,10 +1,13 @@
 """Shards on each node's own disk, everything else in an output that all nodes see (`output.node_path`).
 
-A shard has the same path in every layout, and its name is unique: copying every node's `shards/` into the output's
-makes it a plain one.
+An output has a folder of its own on each disk, and each of these folders a name that it keeps: markers say by it where
+a shard is, whatever the node is called after its next start. A shard has the same path in every layout, and its
+name is unique: copied into the output's own `shards/` it is found there.
 """
 
+import hashlib
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -18,10 +21,7 @@ from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
 from hs_ray.storage.scratch import Scratch
 
-
-def node_name() -> str:
-    """`$HS_RAY_NODE`, else the host's name: whose disk a shard is on, also after the machine started anew."""
-    return os.environ.get("HS_RAY_NODE") or socket.gethostname()
+NAME = "_run/node"  # holds the name of the folder it is in
 
 
 class Disks(Protocol):
@@ -49,33 +49,53 @@ class PerNodeStorage(Storage):
         return self.__dict__ | {"disks": None}
 
     @property
+    def folder(self) -> str:
+        """Below `node_path`, of this output alone: two with one `node_path` must not see each other's shards."""
+        return f"{PurePosixPath(self.root).name}-{hashlib.sha256(self.root.encode()).hexdigest()[:8]}"
+
+    @property
     def disk(self) -> LocalStorage:
         """This node's; asked for each time, since the storage travels between nodes."""
-        folder = os.path.expandvars(self.node_path)
-        if "$" in folder or not Path(folder).is_absolute():
+        path = os.path.expandvars(self.node_path)
+        if "$" in path or not Path(path).is_absolute():
             raise OutputError(
-                f"output.node_path = {self.node_path}: is {folder} on node {node_name()}; an absolute path, whose "
+                f"output.node_path = {self.node_path}: is {path} on {socket.gethostname()}; an absolute path, whose "
                 "variables are set on every node"
             )
-        return LocalStorage(folder)
+        return LocalStorage(f"{path}/{self.folder}")
+
+    def disk_name(self) -> str | None:
+        """Of this node's folder; None where it has none yet."""
+        try:
+            return self.disk.read_bytes(NAME).decode()
+        except FileNotFoundError:
+            return None
 
     @property
     def node(self) -> str:
-        return node_name()
+        name = self.disk_name()
+        while name is None:
+            self.disk.create(NAME, f"{socket.gethostname()}-{secrets.token_hex(4)}".encode())
+            name = self.disk_name()
+        return name
 
     def holds(self, node: str) -> bool:
-        return node in ("", node_name()) or self.disks is not None
+        return not node or self.disks is not None or node == self.disk_name()
 
     def local_path(self, path: str) -> str | None:
         return self._place(path).local_path(path)
 
     def _place(self, path: str) -> Storage:
-        return self.disk if PurePosixPath(path).parent == PurePosixPath(SHARDS) else self.shared
+        """Where a file is, or would be: a shard may have been copied into the output's own folder."""
+        if PurePosixPath(path).parent != PurePosixPath(SHARDS):
+            return self.shared
+        disk = self.disk
+        return disk if disk.exists(path) or not self.shared.exists(path) else self.shared
 
     def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
-        found = {} if folder == SHARDS else {info.path: info for info in self.shared.list(folder, prefix)}
+        found = {info.path: info for info in self.shared.list(folder, prefix)}
         if folder in (SHARDS, TMP):
-            for info in self.disks.list(folder) if self.disks else self.disk.list(folder):
+            for info in (self.disks or self.disk).list(folder):
                 if PurePosixPath(info.path).name.startswith(prefix):
                     found.setdefault(info.path, info)
         return [found[path] for path in sorted(found)]
@@ -99,10 +119,8 @@ class PerNodeStorage(Storage):
         return self.shared.create(path, data)
 
     def remove(self, path: str) -> None:
-        folder = PurePosixPath(path).parent
-        if folder != PurePosixPath(SHARDS):
-            self.shared.remove(path)
-        if folder in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
+        self.shared.remove(path)
+        if PurePosixPath(path).parent in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
             (self.disks or self.disk).remove(path)
 
     def scratch(self, name: str) -> Scratch:
@@ -110,7 +128,8 @@ class PerNodeStorage(Storage):
         return (self.disk if name.startswith("unit-") else self.shared).scratch(name)
 
     def publish(self, scratch: Scratch, path: str) -> None:
-        self._place(path).publish(scratch, path)
+        is_shard = PurePosixPath(path).parent == PurePosixPath(SHARDS)
+        (self.disk if is_shard else self.shared).publish(scratch, path)
 
     def free_bytes(self) -> int | None:
         return self.disks.free_bytes() if self.disks else None

@@ -11,7 +11,7 @@ from hs_ray.errors import OutputError, ShardError
 from hs_ray.plan import read_unit
 from hs_ray.reader.output import OUR_SHARD, find_shards, load_json, load_run, run_spec
 from hs_ray.schema import DONE, MANIFEST, REJECTS, RUN_JSON, SAMPLES, SHARDS, Marker, marker_path, unit_name
-from hs_ray.storage import Storage
+from hs_ray.storage import PerNodeStorage, Storage
 from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.report import Report
 from hs_ray.verify.shard import ShardAudit, audit_shard
@@ -104,8 +104,13 @@ def _files(storage: Storage, markers: dict[int, Marker], finished: bool, report:
     present = {info.path: info.size for info in storage.list(SHARDS)}
     named = {marker.shard for marker in markers.values()}
     for marker in markers.values():
-        if not storage.holds(marker.node):  # another node's own disk: it is verified there
+        if marker.shard not in present and not storage.holds(
+            marker.node
+        ):  # another node's own disk: it is verified there
             report.count(f"shards on node {marker.node}")
+    finished = finished and not isinstance(
+        storage, PerNodeStorage
+    )  # a node that was away has those of earlier attempts
     for path in present:
         if path not in named and (finished or not OUR_SHARD.fullmatch(path.rpartition("/")[2])):
             report.add("foreign", path, "no marker names this file")
