@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from hs_ray.schema import (
 from hs_ray.storage import FULL, FileInfo, Storage
 
 log = logging.getLogger(__name__)
+Check = Callable[[Sequence[Marker]], None]
 
 INDEX = "_run/index"
 INDEX_EVERY = 1000  # markers in one file of the index
@@ -136,13 +137,15 @@ def read_markers(storage: Storage, fingerprint: str) -> dict[int, Marker]:
     return _judge(storage, fingerprint)[0]
 
 
-def drop_untrusted(storage: Storage, epoch: int, fingerprint: str) -> dict[int, Marker]:
+def drop_untrusted(storage: Storage, epoch: int, fingerprint: str, check: Check | None = None) -> dict[int, Marker]:
     """Like `read_markers`, and markers that are not trusted are removed so that their units can commit again.
 
-    Raises LostLeaseError if a newer driver holds the output.
+    check: is given these markers first, and may raise. Raises LostLeaseError if a newer driver holds the output.
     """
     check_epoch(storage, epoch)
     trusted, untrusted = _judge(storage, fingerprint)
+    if check is not None:
+        check([marker for marker in untrusted.values() if marker is not None])
     if untrusted:
         storage.remove(MANIFEST)  # first: it names shards that do not count
     for unit in untrusted:
@@ -150,9 +153,9 @@ def drop_untrusted(storage: Storage, epoch: int, fingerprint: str) -> dict[int, 
     return trusted
 
 
-def _judge(storage: Storage, fingerprint: str) -> tuple[dict[int, Marker], list[int]]:
+def _judge(storage: Storage, fingerprint: str) -> tuple[dict[int, Marker], dict[int, Marker | None]]:
     trusted: dict[int, Marker] = {}
-    untrusted: list[int] = []
+    untrusted: dict[int, Marker | None] = {}
     markers = list_markers(storage)
     # After the markers: a shard is there before its marker, so none that a listed marker names can be overlooked.
     sizes = {info.path: info.size for info in storage.list(SHARDS)}
@@ -164,7 +167,7 @@ def _judge(storage: Storage, fingerprint: str) -> tuple[dict[int, Marker], list[
             trusted[unit] = marker
         else:
             log.warning("%s does not count: it %s", marker_path(unit), reason)
-            untrusted.append(unit)
+            untrusted[unit] = marker
     return trusted, untrusted
 
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -19,7 +20,7 @@ from hs_ray.config import ExtractJob, parse_bytes
 from hs_ray.errors import HsRayError, RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
-from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted, list_markers
+from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
 from hs_ray.pipeline.actor import ActorJob
@@ -77,9 +78,9 @@ def _run(
     storage, job = flight.storage, flight.resolved.job
     markers: dict[int, Marker] = {}
     _see_every_disk(flight, check=True)
+    away = partial(nodes.check_nothing_is_away, storage, job.output.redo_lost)
     if run is not None:
-        nodes.check_nothing_is_away(storage, list_markers(storage), job.output.redo_lost)
-        markers = drop_untrusted(storage, lease.epoch, key[0])
+        markers = drop_untrusted(storage, lease.epoch, key[0], partial(away, False))
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
     else:
@@ -93,8 +94,7 @@ def _run(
     if remaining:
         _extract(flight, key[0], plan, markers, remaining, lease, stop)
         _see_every_disk(flight)  # again: the engines have ended, and Ray's connection with them
-        nodes.check_nothing_is_away(storage, list_markers(storage), job.output.redo_lost)
-        markers = drop_untrusted(storage, lease.epoch, key[0])  # what is there, not what we were told
+        markers = drop_untrusted(storage, lease.epoch, key[0], partial(away, True))  # what is there, not what was told
         clean_leftovers(storage, lease.epoch, markers)
     elif storage.exists(MANIFEST):
         say("nothing to do: every unit is committed")

@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hs_ray.errors import ConfigError, HsRayError, OutputError, RunError
-from hs_ray.schema import SHARDS, TMP, Marker
+from hs_ray.schema import TMP, Marker
 from hs_ray.storage import FileInfo, PerNodeStorage, Storage
 
 ANSWER_S = 120.0  # a node may have to start a worker first
@@ -42,6 +42,7 @@ class NodeDisks:
 
     def __init__(self, storage: PerNodeStorage):
         self._node = PerNodeStorage(storage.shared, storage.node_path)
+        assert self._node.folder  # made now, once for all nodes
         self._places: dict[str, set[str]] = {}  # nodes that a file was listed on
 
     def list(self, folder: str) -> Sequence[FileInfo]:
@@ -87,22 +88,26 @@ def see_every_disk(storage: Storage, check: bool = False) -> None:
         storage.disks = disks
 
 
-def check_nothing_is_away(storage: Storage, markers: Mapping[int, Marker | None], redo: bool) -> None:
-    """Raises OutputError if committed shards are on disks that are not there, unless `redo` allows to do them again."""
+def check_nothing_is_away(storage: Storage, redo: bool, started: bool, lost: Sequence[Marker]) -> None:
+    """Raises OutputError if shards of these markers, which were not found, are on disks that are not there.
+
+    redo: `output.redo_lost`, their units may be done again; but by the next start, if this one has `started`
+    (RunError): a node that went meanwhile may be back by then.
+    """
     if not isinstance(storage, PerNodeStorage) or not isinstance(storage.disks, NodeDisks):
         return
-    here, names = {info.path for info in storage.list(SHARDS)}, storage.disks.names()
-    away = Counter(
-        marker.node
-        for marker in markers.values()
-        if marker is not None and marker.shard is not None and marker.shard not in here and marker.node not in names
+    names = storage.disks.names()  # after the listing that did not find them: a node that has gone since is away
+    away = Counter(marker.node for marker in lost if marker.shard is not None and marker.node not in names)
+    if not away or (redo and not started):
+        return
+    where = ", ".join(f"{node or 'output.path'} ({count:,} shards)" for node, count in away.most_common(5))
+    what = f"output.node_path = {storage.node_path}: committed shards are on disks that are not there: {where}"
+    if redo:
+        raise RunError(f"{what}; run the same command again: it does those units anew (output.redo_lost)")
+    raise OutputError(
+        f"{what}; start their nodes (each folder has its name in _run/node), or give output.redo_lost=true to do those "
+        "units again"
     )
-    if away and not redo:
-        where = ", ".join(f"{node or 'output.path'} ({count:,} shards)" for node, count in away.most_common(5))
-        raise OutputError(
-            f"output.node_path = {storage.node_path}: committed shards are on disks that are not there: {where}; start "
-            "their nodes (each folder has its name in _run/node), or give output.redo_lost=true to do those units again"
-        )
 
 
 def _alive() -> dict[str, str]:
@@ -146,11 +151,12 @@ def _sees(path: str) -> bool:
 
 
 def _list(storage: PerNodeStorage, folder: str) -> Sequence[FileInfo]:
-    return storage.disk.list(folder)
+    return storage.visible.list(folder) if storage.visible else []
 
 
 def _remove(storage: PerNodeStorage, path: str) -> None:
-    storage.disk.remove(path)
+    if storage.visible:
+        storage.visible.remove(path)
 
 
 def _name(storage: PerNodeStorage) -> str | None:
@@ -158,10 +164,12 @@ def _name(storage: PerNodeStorage) -> str | None:
 
 
 def _free(storage: PerNodeStorage) -> tuple[tuple[str, int], int]:
-    folder = Path(storage.disk.root)
+    if storage.visible is None:
+        return ("", 0), 0
+    folder = Path(storage.visible.root)
     while not folder.exists():
         folder = folder.parent
-    return (os.uname().nodename, folder.stat().st_dev), storage.disk.free_bytes() or 0
+    return (os.uname().nodename, folder.stat().st_dev), storage.visible.free_bytes() or 0
 
 
 def _try_to_write(storage: PerNodeStorage) -> str | None:

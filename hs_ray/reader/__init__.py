@@ -80,7 +80,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         self.output = open_output(open_storage(path, self._options), incomplete)
         self._storage = self.output.storage
         if self.output.elsewhere:
-            _check_ranks_of_a_node(path, world_size, even)
+            _check_ranks_of_a_node(path, _ranks(rank, world_size)[1], even)
         known = self.output.spec.columns
         self.columns = tuple(known if columns is None else columns)
         unknown = [name for name in self.columns if name not in known]
@@ -234,15 +234,16 @@ class MapStyle(Dataset[Sample]):
         return self.dataset[index]
 
 
-def _check_ranks_of_a_node(path: str, world_size: int | None, even: bool) -> None:
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+
+
+def _check_ranks_of_a_node(path: str, world_size: int, even: bool) -> None:
     """Ranks of several nodes cannot share out what is on one. Raises ConfigError."""
-    distributed = torch.distributed
-    ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if ranks > 1 and world_size != here:
+    here = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), None)
+    if world_size > 1 and str(world_size) != here:
         raise ConfigError(
-            f"{path}: its shards are on each node's own disk; give rank and world_size of this node's processes "
-            f"(LOCAL_RANK, LOCAL_WORLD_SIZE), not of all {ranks}"
+            f"{path}: world_size = {world_size}, and its shards are on each node's own disk; give rank and world_size "
+            f"of this node's processes (LOCAL_RANK, LOCAL_WORLD_SIZE, which is {here or 'not set'})"
         )
     if even:
         raise ConfigError(

@@ -139,6 +139,11 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
             f"output.path = {storage.root}: its shards are on the nodes {', '.join(sorted(elsewhere))}, none on this "
             f"one; read them there, or copy every node's {_on_a_node(storage)}/{SHARDS}/ into {storage.root}/{SHARDS}/"
         )
+    if elsewhere and any(not storage.holds(entry.node) for entry in entries):
+        raise OutputError(
+            f"output.path = {storage.root}: the shards of some nodes were copied into {SHARDS}/, those of "
+            f"{', '.join(sorted(elsewhere))} were not; copy every node's {_on_a_node(storage)}/{SHARDS}/"
+        )
     _check_files(storage, present, entries, complete)
     return Output(
         storage=storage,

@@ -5,7 +5,6 @@ a shard is, whatever the node is called after its next start. A shard has the sa
 name is unique: copied into the output's own `shards/` it is found there.
 """
 
-import hashlib
 import os
 import secrets
 import socket
@@ -21,7 +20,8 @@ from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
 from hs_ray.storage.scratch import Scratch
 
-NAME = "_run/node"  # holds the name of the folder it is in
+NAME = "_run/node"  # on a disk: the name of the folder it is in
+FOLDER = "_run/folder"  # in the output: what its folder on each disk is called
 
 
 class Disks(Protocol):
@@ -44,14 +44,24 @@ class PerNodeStorage(Storage):
     def __init__(self, shared: Storage, node_path: str, disks: Disks | None = None):
         self.shared, self.node_path, self.disks = shared, node_path, disks
         self.root, self.is_local = shared.root, shared.is_local
+        self._folder: str | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"disks": None}
 
     @property
     def folder(self) -> str:
-        """Below `node_path`, of this output alone: two with one `node_path` must not see each other's shards."""
-        return f"{PurePosixPath(self.root).name}-{hashlib.sha256(self.root.encode()).hexdigest()[:8]}"
+        """Below `node_path`, of this output alone, however its path is spelled: it must not see another's shards.
+
+        Made up once, and kept in the output.
+        """
+        while self._folder is None:
+            try:
+                self._folder = self.shared.read_bytes(FOLDER).decode()
+            except FileNotFoundError:
+                name = f"{PurePosixPath(self.root).name}-{secrets.token_hex(4)}"
+                self.shared.create(FOLDER, name.encode())
+        return self._folder
 
     @property
     def disk(self) -> LocalStorage:
@@ -64,19 +74,26 @@ class PerNodeStorage(Storage):
             )
         return LocalStorage(f"{path}/{self.folder}")
 
+    @property
+    def visible(self) -> LocalStorage | None:
+        """`disk`, for looking: None on a machine without such a path, as where a trainer or a head may be."""
+        try:
+            return self.disk if self._folder or self.shared.exists(FOLDER) else None
+        except OutputError:
+            return None
+
     def disk_name(self) -> str | None:
         """Of this node's folder; None where it has none yet."""
+        disk = self.visible
         try:
-            return self.disk.read_bytes(NAME).decode()
+            return disk.read_bytes(NAME).decode() if disk else None
         except FileNotFoundError:
             return None
 
     @property
     def node(self) -> str:
-        name = self.disk_name()
-        while name is None:
+        while (name := self.disk_name()) is None:
             self.disk.create(NAME, f"{socket.gethostname()}-{secrets.token_hex(4)}".encode())
-            name = self.disk_name()
         return name
 
     def holds(self, node: str) -> bool:
@@ -89,15 +106,16 @@ class PerNodeStorage(Storage):
         """Where a file is, or would be: a shard may have been copied into the output's own folder."""
         if PurePosixPath(path).parent != PurePosixPath(SHARDS):
             return self.shared
-        disk = self.disk
-        return disk if disk.exists(path) or not self.shared.exists(path) else self.shared
+        disk = self.visible
+        return disk if disk and (disk.exists(path) or not self.shared.exists(path)) else self.shared
 
     def list(self, folder: str, prefix: str = "") -> Sequence[FileInfo]:
         found = {info.path: info for info in self.shared.list(folder, prefix)}
-        if folder in (SHARDS, TMP):
-            for info in (self.disks or self.disk).list(folder):
+        disk = self.disks or self.visible
+        if disk and folder in (SHARDS, TMP):
+            for info in disk.list(folder):
                 if PurePosixPath(info.path).name.startswith(prefix):
-                    found.setdefault(info.path, info)
+                    found[info.path] = info  # before a copy of it, which may be half done
         return [found[path] for path in sorted(found)]
 
     def size(self, path: str) -> int:
@@ -120,8 +138,9 @@ class PerNodeStorage(Storage):
 
     def remove(self, path: str) -> None:
         self.shared.remove(path)
-        if PurePosixPath(path).parent in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
-            (self.disks or self.disk).remove(path)
+        disk = self.disks or self.visible
+        if disk and PurePosixPath(path).parent in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
+            disk.remove(path)
 
     def scratch(self, name: str) -> Scratch:
         # Where it will be published: a shard is called after its unit, the plan's files are not.

@@ -103,11 +103,13 @@ def _against_manifest(
 def _files(storage: Storage, markers: dict[int, Marker], finished: bool, report: Report) -> None:
     present = {info.path: info.size for info in storage.list(SHARDS)}
     named = {marker.shard for marker in markers.values()}
-    for marker in markers.values():
-        if marker.shard not in present and not storage.holds(
-            marker.node
-        ):  # another node's own disk: it is verified there
-            report.count(f"shards on node {marker.node}")
+    elsewhere = [m for m in markers.values() if m.shard not in present and not storage.holds(m.node)]
+    for marker in elsewhere:  # on another node's own disk: verified there
+        report.count(f"shards on node {marker.node}")
+    copied = any(marker.shard in present and not storage.holds(marker.node) for marker in markers.values())
+    if elsewhere and (copied or not present):
+        why = "though those of some nodes were copied here" if copied else "and none is seen from here: verify there"
+        report.add("file", SHARDS, f"{len(elsewhere)} shards of other nodes are not here, {why}")
     finished = finished and not isinstance(
         storage, PerNodeStorage
     )  # a node that was away has those of earlier attempts

@@ -15,7 +15,7 @@ from commit import FINGERPRINT, attempt
 
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.export import export
-from hs_ray.manifest import clean_leftovers, read_markers
+from hs_ray.manifest import clean_leftovers, drop_untrusted, read_markers
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.reader.output import find_shards, load_run
 from hs_ray.storage import PerNodeStorage, open_storage
@@ -51,7 +51,8 @@ def test_shards_stay_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
     report = verify_integrity(open_storage(str(out)))  # from another node
-    assert report.ok
+    (problem,) = report.problems
+    assert f"{len(shards)} shards of other nodes are not here, and none is seen from here: verify there" in str(problem)
     assert report.counts[f"shards on node {name}"] == len(shards)
     with pytest.raises(OutputError, match=f"its shards are on the nodes {name}, none on this one"):
         HiddenStatesDataset(str(out))
@@ -59,11 +60,19 @@ def test_shards_stay_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(read_markers(seen_here, manifest["fingerprint"])) == manifest["counts"]["units"]
 
     shutil.copytree(disk / "shards", out / "shards")
+    (out / "shards" / shards[0]).unlink()  # copied in part
+    report = verify_integrity(open_storage(str(out)))
+    assert "though those of some nodes were copied here" in str(report.problems[0])
+    with pytest.raises(OutputError, match=f"were copied into shards/, those of {name} were not"):
+        HiddenStatesDataset(str(out))
+    shutil.copy(disk / "shards" / shards[0], out / "shards")
     shutil.rmtree(disk)
+    monkeypatch.delenv("SCRATCH")
     report = verify_integrity(open_storage(str(out)))
     assert report.ok
     assert report.counts["shards"] == len(shards)
     assert chain.read(incomplete=False) == set(chain.samples)
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "other"))
     chain.finish()
     assert "nothing to do: every unit is committed" in chain.tail()
 
@@ -84,6 +93,26 @@ def test_two_outputs_with_one_node_path_leave_each_other_alone(tmp_path: Path) -
     clean_leftovers(second, 1, {})
     assert (len(first.list("shards")), len(second.list("shards"))) == (1, 0)
     assert set(read_markers(first, FINGERPRINT)) == {0}
+
+
+def test_a_copy_that_was_cut_off_does_not_count_against_the_shard(tmp_path: Path) -> None:
+    storage = PerNodeStorage(open_storage(str(tmp_path / "hs")), str(tmp_path / "nvme"))
+    marker = attempt(storage, 0, "0001-aa")
+    copy = tmp_path / "hs" / str(marker.shard)
+    copy.parent.mkdir()
+    copy.write_bytes(b"PAR1 and no more")
+    assert storage.size(str(marker.shard)) == marker.bytes
+    assert set(drop_untrusted(storage, 1, FINGERPRINT)) == {0}
+    clean_leftovers(storage, 1, read_markers(storage, FINGERPRINT))
+    assert storage.size(str(marker.shard)) == marker.bytes
+
+
+def test_one_output_has_one_folder_however_it_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "hs")
+    roots = (tmp_path / "hs", tmp_path / "link", tmp_path / "x/../hs")
+    (tmp_path / "x").mkdir()
+    folders = {PerNodeStorage(open_storage(str(root)), str(tmp_path / "nvme")).folder for root in roots}
+    assert len(folders) == 1
 
 
 def test_a_disk_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +147,8 @@ def test_a_node_path_that_cannot_be(tmp_path: Path) -> None:
 def test_a_variable_that_a_node_does_not_have(tmp_path: Path) -> None:
     storage = PerNodeStorage(open_storage(str(tmp_path)), "$NOT_SET_ANYWHERE/hs")
     with pytest.raises(OutputError, match="NOT_SET_ANYWHERE.*an absolute path, whose variables are set on every node"):
-        storage.size("shards/unit-000000-0001-aa.parquet")
+        storage.scratch("unit-000000-0001-aa.parquet")
+    assert storage.list("shards") == []  # looking is no error: a head or a trainer may have no such disk
 
 
 @pytest.fixture
@@ -157,6 +187,7 @@ def test_a_node_goes_and_takes_its_shards(nodes: Any, tmp_path: Path, monkeypatc
     refuses(chain, f"committed shards are on disks that are not there: {gone} (")
     assert chain.committed() == committed
     chain.words.append("output.redo_lost=true")
+    chain.log.write_text("")
     victim = chain.start()
     assert (victim.wait(), victim.leftovers()) == (0, []), chain.tail()
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
