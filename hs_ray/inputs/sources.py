@@ -177,13 +177,15 @@ def _inspect(path: str, source: str, size: int, kind: str, wanted: str) -> Sourc
 
 
 def _peek(path: str) -> str:
+    began = False
     for line in islice(read_lines(Chunk(Source(path, "", 0, "auto", "lines"))), PEEK_LINES):
         bare = line.removeprefix(BOM).strip()
-        if bare == b"[" or bare.startswith((b"[{", b"[ {")):
+        if not began and (bare == b"[" or bare.startswith((b"[{", b"[ {"))):  # further down it is one bad line
             raise InputError(
                 f"input.path = {path}: one JSON array, one object a line is needed; convert it: "
                 f"jq -c '.[]' {posixpath.basename(path)} > {posixpath.basename(path).split('.')[0]}.jsonl"
             )
+        began = began or bool(bare)
         try:
             seen = recognise(parse_json(bare))
         except Rejected:
