@@ -38,10 +38,10 @@ class SlowStorage(LocalStorage):
             with self._lock:
                 self._free_at = max(self._free_at, time.monotonic()) + need / self.bytes_per_s
                 wait = self._free_at - time.monotonic()
-            time.sleep(wait)
+            time.sleep(wait)  # this is the disk's slowness itself
             return reserve(need, min_free)
 
-        scratch.reserve = slowly  # type: ignore[method-assign]
+        scratch.reserve = slowly  # type: ignore[method-assign]  # of this file alone
         return scratch
 
 

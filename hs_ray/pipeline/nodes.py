@@ -42,7 +42,7 @@ class NodeDisks:
 
     def __init__(self, storage: PerNodeStorage):
         self._node = PerNodeStorage(storage.shared, storage.node_path)
-        assert self._node.folder  # made now, once for all nodes
+        self.folder = self._node.folder  # made up now, once for all nodes
         self._places: dict[str, set[str]] = {}  # nodes that a file was listed on
 
     def list(self, folder: str) -> Sequence[FileInfo]:

@@ -63,24 +63,29 @@ class PerNodeStorage(Storage):
                 self.shared.create(FOLDER, name.encode())
         return self._folder
 
-    @property
-    def disk(self) -> LocalStorage:
-        """This node's; asked for each time, since the storage travels between nodes."""
+    def _path(self) -> str:
+        """`node_path` on this node; asked for each time, since the storage travels between nodes."""
         path = os.path.expandvars(self.node_path)
         if "$" in path or not Path(path).is_absolute():
             raise OutputError(
                 f"output.node_path = {self.node_path}: is {path} on {socket.gethostname()}; an absolute path, whose "
                 "variables are set on every node"
             )
-        return LocalStorage(f"{path}/{self.folder}")
+        return path
+
+    @property
+    def disk(self) -> LocalStorage:
+        """This node's."""
+        return LocalStorage(f"{self._path()}/{self.folder}")
 
     @property
     def visible(self) -> LocalStorage | None:
         """`disk`, for looking: None on a machine without such a path, as where a trainer or a head may be."""
         try:
-            return self.disk if self._folder or self.shared.exists(FOLDER) else None
+            self._path()  # first: it asks no store, and this is called for every marker
         except OutputError:
             return None
+        return self.disk if self._folder or self.shared.exists(FOLDER) else None
 
     def disk_name(self) -> str | None:
         """Of this node's folder; None where it has none yet."""
@@ -104,7 +109,7 @@ class PerNodeStorage(Storage):
 
     def _place(self, path: str) -> Storage:
         """Where a file is, or would be: a shard may have been copied into the output's own folder."""
-        if PurePosixPath(path).parent != PurePosixPath(SHARDS):
+        if not _lies_in(path, SHARDS):
             return self.shared
         disk = self.visible
         return disk if disk and (disk.exists(path) or not self.shared.exists(path)) else self.shared
@@ -139,7 +144,7 @@ class PerNodeStorage(Storage):
     def remove(self, path: str) -> None:
         self.shared.remove(path)
         disk = self.disks or self.visible
-        if disk and PurePosixPath(path).parent in (PurePosixPath(SHARDS), PurePosixPath(TMP)):
+        if disk and _lies_in(path, SHARDS, TMP):
             disk.remove(path)
 
     def scratch(self, name: str) -> Scratch:
@@ -147,8 +152,7 @@ class PerNodeStorage(Storage):
         return (self.disk if name.startswith("unit-") else self.shared).scratch(name)
 
     def publish(self, scratch: Scratch, path: str) -> None:
-        is_shard = PurePosixPath(path).parent == PurePosixPath(SHARDS)
-        (self.disk if is_shard else self.shared).publish(scratch, path)
+        (self.disk if _lies_in(path, SHARDS) else self.shared).publish(scratch, path)
 
     def free_bytes(self) -> int | None:
         return self.disks.free_bytes() if self.disks else None
@@ -161,3 +165,7 @@ class PerNodeStorage(Storage):
 
     def check_writable(self) -> None:
         self.shared.check_writable()
+
+
+def _lies_in(path: str, *folders: str) -> bool:
+    return path.rpartition("/")[0] in folders

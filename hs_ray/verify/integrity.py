@@ -110,9 +110,8 @@ def _files(storage: Storage, markers: dict[int, Marker], finished: bool, report:
     if elsewhere and (copied or not present):
         why = "though those of some nodes were copied here" if copied else "and none is seen from here: verify there"
         report.add("file", SHARDS, f"{len(elsewhere)} shards of other nodes are not here, {why}")
-    finished = finished and not isinstance(
-        storage, PerNodeStorage
-    )  # a node that was away has those of earlier attempts
+    # A node that was away may hold shards of earlier attempts.
+    finished = finished and not isinstance(storage, PerNodeStorage)
     for path in present:
         if path not in named and (finished or not OUR_SHARD.fullmatch(path.rpartition("/")[2])):
             report.add("foreign", path, "no marker names this file")

@@ -176,7 +176,7 @@ def test_a_node_goes_and_takes_its_shards(nodes: Any, tmp_path: Path, monkeypatc
     while not busy and time.monotonic() < deadline:
         assert victim.process.poll() is None, chain.tail()
         busy = [name for name in ("a", "b") if len(list((tmp_path / name).rglob("shards/*"))) >= 3]
-        time.sleep(0.1)
+        time.sleep(0.1)  # files of another process are waited for
     (name_file,) = (tmp_path / busy[0]).rglob("_run/node")
     gone = name_file.read_text()
     nodes.remove_node(nodes.named[busy[0]], allow_graceful=False)
