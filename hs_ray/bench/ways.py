@@ -122,7 +122,10 @@ def _units(prompts: Prompts) -> list[list[Sample]]:
 
 
 class Transformers:
-    """What people write by hand: transformers, hooks, `.cpu()`, one `torch.save` a sample. Slow: on some prompts."""
+    """What people write by hand: transformers, hooks, `.cpu()`, one `torch.save` a sample. Slow: on some prompts.
+
+    The model is called as EAGLE's own `ge_data` scripts call it: whole, so its head computes logits of every token.
+    """
 
     def __init__(self, setting: Setting):
         import torch
@@ -159,7 +162,7 @@ class Transformers:
             for index, prompt in enumerate(some):
                 ids = torch.from_numpy(prompt.astype("int64"))[None].to(self.setting.options.device)
                 with torch.no_grad():
-                    self.model.model(ids, use_cache=False)
+                    self.model(ids, use_cache=False)
                 torch.save({name: state[0].cpu() for name, state in self.kept.items()}, folder / f"{index}.pt")
             return {"seconds": time.perf_counter() - start, "tokens": sum(len(prompt) for prompt in some)}
         finally:

@@ -14,14 +14,10 @@ from specforge.algorithms.eagle3.data import build_offline_reader, normalize_off
 from specforge.modeling.target.target_head import TargetHead
 from specforge.runtime.data_plane.feature_store import load_feature_file
 from specforge.training.strategies.base import Eagle3TrainStrategy
+from specforge_run import EMBEDDINGS, draft_config, export_drafter, run_config, target_folder
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 MAX_LENGTH = 512
-EMBEDDINGS = "model.embed_tokens.weight"
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size",
-    "max_position_embeddings", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -57,16 +53,6 @@ def main() -> None:
     )
 
 
-def target_folder(model: Path, folder: Path) -> Path:
-    """The model with an index, which the reader of the head needs even where there is one file."""
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
-    weights = {EMBEDDINGS: "model.safetensors", "model.norm.weight": "model.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
-    return folder
-
-
 def final_norm(target: Path, config: dict[str, Any]) -> LlamaRMSNorm:
     norm = LlamaRMSNorm(config["hidden_size"], config["rms_norm_eps"]).to(torch.bfloat16)
     with safe_open(target / "model.safetensors", framework="pt") as tensors:
@@ -88,41 +74,11 @@ def own_mapping(files: list[str], vocab_size: int, mapping: dict[str, torch.Tens
 
 def train_and_export(target: Path, export: Path, result: Path, config: dict[str, Any]) -> list[float]:
     """`specforge train` and `specforge export`; all samples are one batch, so that losses compare."""
-    draft = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS]},
-        **{name: config[name] for name in SIZES},
-        "rope_theta": config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
-    }
-    mapping = str(export / "vocab_mapping/vocab_mapping.pt")
-    run = {
-        "run_id": "check",
-        "output_dir": str(result / "trained"),
-        "model": {
-            "target_model_path": str(target),
-            "draft_model_config": str(result / "draft.json"),
-            "lm_head_key": EMBEDDINGS,
-            "vocab_mapping_path": mapping,
-            "torch_dtype": "float32",
-        },
-        "data": {"hidden_states_path": str(export / "data"), "max_length": MAX_LENGTH, "dataloader_num_workers": 0},
-        "training": {
-            "strategy": "eagle3",
-            "num_epochs": STEPS,
-            "max_steps": STEPS,
-            "batch_size": 8,
-            "learning_rate": 1e-3,
-            "attention_backend": "sdpa",
-            "ttt_length": 3,
-            "fsdp_sharding": "NO_SHARD",
-            "log_interval": 1,
-        },
-    }
-    (result / "draft.json").write_text(json.dumps(draft))
+    mapping = export / "vocab_mapping/vocab_mapping.pt"
+    run = run_config(target, export, mapping, result, "float32")
+    run["data"]["max_length"] = MAX_LENGTH
+    run["training"] |= {"num_epochs": STEPS, "max_steps": STEPS, "batch_size": 8, "ttt_length": 3, "log_interval": 1}
+    (result / "draft.json").write_text(json.dumps(draft_config(config, DRAFT_VOCAB, LAYER_IDS)))
     (result / "run.json").write_text(json.dumps(run))
     losses: list[float] = []
     forward = Eagle3TrainStrategy.forward_loss
@@ -136,9 +92,7 @@ def train_and_export(target: Path, export: Path, result: Path, config: dict[str,
 
     Eagle3TrainStrategy.forward_loss = recorded
     assert cli.main(["train", "-c", str(result / "run.json")]) == 0
-    source = ["--checkpoint", str(result / "trained"), "--draft-config", str(result / "draft.json")]
-    drafter = ["--output-dir", str(result / "drafter"), "--vocab-mapping", mapping]
-    assert cli.main(["export", "--to", "sglang", *source, *drafter]) == 0
+    assert export_drafter(result, mapping) == 0
     return losses
 
 
