@@ -34,6 +34,7 @@ from hs_ray.errors import CaptureError, HsRayError
 from hs_ray.schema import ColumnStats
 
 LATE_SECONDS = 60.0  # between a request's answer and its last rows; they come over different channels
+KILLED_AT_ITS_START = "died during initialization (exit code: -"  # SGLang's words; negative: by that signal
 START_SECONDS = 1800.0  # a scheduler that has not connected by then never will
 
 
@@ -184,7 +185,13 @@ class HiddenStateEngine:
             authkey=self._authkey,
         )
         CaptureEngine.run_scheduler_process_func = SchedulerEntry(setup)
-        return CaptureEngine(**server_args(options))
+        try:
+            return CaptureEngine(**server_args(options))
+        except RuntimeError as error:
+            if KILLED_AT_ITS_START not in str(error):
+                raise  # what it raised itself, it would raise again
+            self._died(f"the SGLang scheduler process was killed while it started: {error}")
+            raise EngineDiedError(self._dead) from error
 
     @property
     def busy_s(self) -> float:

@@ -1,7 +1,9 @@
 """Capture on the real engine: every token of every prompt, at every layer id, whatever the company and the chunks."""
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +125,30 @@ def test_two_ranks_agree_with_transformers_and_end_together(tiny_llama: Path) ->
     engine.process.join(60)
     assert engine.process.exitcode is not None, "it hangs"
     assert engine.process.exitcode < 0
+
+
+def test_a_scheduler_killed_while_it_starts_is_an_engine_that_died(tiny_llama: Path) -> None:
+    """The out-of-memory killer's way: an actor starts anew then, which it does not after an error of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(EngineProcess, options_for(tiny_llama))
+        os.kill(scheduler_about_to_start(), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="EngineDiedError: the SGLang scheduler process was killed"):
+            starting.result()
+
+
+def scheduler_about_to_start() -> int:
+    """Pid of the first process that a new engine's process spawns."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for engine in multiprocessing.active_children():
+            tasks = Path(f"/proc/{engine.pid}/task").glob("*/children")
+            pids = sorted(int(pid) for task in tasks for pid in task.read_text().split())
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+            spawned = [pid for pid in pids if b"spawn_main" in words[pid]]
+            if spawned and not any(b"sglang::" in line for line in words.values()):
+                return spawned[0]
+        time.sleep(0.05)
+    raise TimeoutError("no engine has begun to start")
 
 
 @pytest.mark.cluster  # minutes: one engine takes 20 s of two cores

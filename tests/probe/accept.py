@@ -28,6 +28,7 @@ def main() -> None:
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=DRAFT_STEPS + 1,
         max_running_requests=64,
+        max_total_tokens=65_536,
         disable_radix_cache=True,
     )
     greedy = {"temperature": 0.0, "max_new_tokens": ANSWER_TOKENS}

@@ -16,7 +16,7 @@ from prompts import questions
 
 from hs_ray.engine import cpu, janitor
 
-SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+SAMPLING = {"temperature": 0.7}
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     given = parser.parse_args()
     prompts = chats(given.model, questions(given.number, given.held_out))
-    engine = start(given.model, given.device)
+    engine = start(given.model, given.device, max_running_requests=8 if given.device == "cpu" else 2048)
     answers = engine.generate(input_ids=prompts, sampling_params=SAMPLING | {"max_new_tokens": given.tokens})
     engine.shutdown()
     kind = "held" if given.held_out else "train"
@@ -59,7 +59,8 @@ def chats(model: str, asked: list[str]) -> list[list[int]]:
 def start(model: str, device: str, **more: Any) -> Any:
     """SGLang as it comes, unpatched, without CUDA graphs and tokenizer."""
     on_cpu = {"attention_backend": "torch_native", "mem_fraction_static": 0.1, "max_total_tokens": 8192}
-    on_cuda = {"attention_backend": "triton", "mem_fraction_static": 0.3, "max_running_requests": 1024}
+    # A share of the memory would be of what others have left at that moment: others run on the same GPU.
+    on_cuda = {"attention_backend": "triton", "mem_fraction_static": 0.9, "max_total_tokens": 1_000_000}
     if device == "cpu":
         cpu.prepare()
     janitor.start(janitor.own_temporary_folder())

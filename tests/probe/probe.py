@@ -41,21 +41,25 @@ class Probe:
     tokens: int
     steps: int
     draft_vocab: int
+    gpus: int
 
     def run(self) -> None:
-        self.together([self.answers("train", self.samples), self.answers("held_out", self.held_out)], at_once=1)
+        self.together(self.answers("train", self.samples), self.answers("held_out", self.held_out))
         self.together(
-            [
-                self.extract("right", "train", LAYERS),
-                self.extract("above", "train", ABOVE),
-                self.extract("held_out", "held_out", LAYERS),
-            ]
+            self.extract("right", "train", LAYERS),
+            self.extract("above", "train", ABOVE),
+            self.extract("held_out", "held_out", LAYERS),
         )
-        self.together([self.spoil(kind) for kind in SPOILED])
-        self.together([self.verify(name) for name in OUTPUTS] + [self.export(name) for name in (*OUTPUTS, "held_out")])
-        self.together([self.train(name) for name in OUTPUTS])
+        self.together(self.export("held_out"), *(self.spoil(kind) for kind in SPOILED))
+        with ThreadPoolExecutor(len(OUTPUTS)) as pool:
+            list(pool.map(self.judge_and_train, OUTPUTS))
+
+    def judge_and_train(self, name: str) -> None:
+        gpu = OUTPUTS.index(name)
+        self.together(self.verify(name), self.export(name))
+        self.together(self.train(name), gpu=gpu)
         if self.device == "cuda":
-            self.together([self.accept(name) for name in OUTPUTS])
+            self.together(self.accept(name), gpu=gpu)
 
     # --- the steps: a name and a command ---
 
@@ -66,7 +70,8 @@ class Probe:
         return f"answers-{name}", script + keys + held
 
     def extract(self, name: str, source: str, layers: list[int]) -> tuple[str, list[str]]:
-        engine = ["engine.attention_backend=triton", "engine.mem_fraction_static=0.2"] if self.device == "cuda" else []
+        memory = ["engine.mem_fraction_static=0.8", "+engine.args.max_total_tokens=131072"]
+        engine = ["engine.attention_backend=triton", *memory] if self.device == "cuda" else []
         keys = [f"input.path={self.work}/{source}.jsonl", f"output.path={self.work}/{name}", f"layers={layers}"]
         model = f"model.path={self.model}"
         return f"extract-{name}", [sys.executable, "jobs/extract.py", model, *keys, *JOB, *engine]
@@ -74,14 +79,19 @@ class Probe:
     def spoil(self, kind: str) -> tuple[str, list[str]]:
         paths = [str(self.work / "right"), str(self.work / kind)]
         above = ["--above", str(self.work / "above")] if kind == "shifted" else []
-        return f"spoil-{kind}", [sys.executable, str(HERE / "spoil.py"), kind, *paths, *above]
+        return f"spoil-{kind}", [sys.executable, str(HERE / "spoil.py"), kind, *paths, *above, "--workers", "4"]
 
     def verify(self, name: str) -> tuple[str, list[str]]:
         keys = [f"output.path={self.work}/{name}", "verify.reference=hf", f"verify.device={self.device}"]
         return f"verify-{name}", [sys.executable, "jobs/verify.py", *keys]
 
     def export(self, name: str) -> tuple[str, list[str]]:
-        keys = [f"output.path={self.work}/{name}", "export.to=specforge", f"export.path={self.work}/export-{name}"]
+        keys = [
+            f"output.path={self.work}/{name}",
+            "export.to=specforge",
+            f"export.path={self.work}/export-{name}",
+            "export.workers=4",
+        ]
         return f"export-{name}", [
             sys.executable, "jobs/export.py", *keys, f"export.draft_vocab_size={self.draft_vocab}"
         ]  # fmt: skip
@@ -99,13 +109,15 @@ class Probe:
 
     # --- running them ---
 
-    def together(self, steps: list[tuple[str, list[str]]], at_once: int = 8) -> None:
-        with ThreadPoolExecutor(at_once) as pool:
-            failed = [name for name, ok in zip(dict(steps), pool.map(self.step, steps), strict=True) if not ok]
+    def together(self, *steps: tuple[str, list[str]], gpu: int = 0) -> None:
+        """Run steps at once, the first on this GPU, each further one on the next."""
+        with ThreadPoolExecutor(len(steps)) as pool:
+            done = list(pool.map(self.step, steps, range(gpu, gpu + len(steps))))
+        failed = [name for (name, _), ok in zip(steps, done, strict=True) if not ok]
         if failed:
-            sys.exit(f"failed: {', '.join(failed)}; see {self.work}/steps")
+            raise SystemExit(f"failed: {', '.join(failed)}; see {self.work}/steps")
 
-    def step(self, named: tuple[str, list[str]]) -> bool:
+    def step(self, named: tuple[str, list[str]], gpu: int) -> bool:
         """One command, unless it was done; the judge of a spoiled output has done its work when it refuses it."""
         name, command = named
         steps = self.work / "steps"
@@ -115,6 +127,8 @@ class Probe:
             started = time.monotonic()
             print(f"{name}: {' '.join(command)}", flush=True)
             environment = os.environ | {"PROBE_DEVICE": self.device}
+            if self.device == "cuda":
+                environment["CUDA_VISIBLE_DEVICES"] = str(gpu % self.gpus)
             with (steps / f"{name}.log").open("w") as log:
                 done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False)
             print(f"{name}: exit code {done.returncode} after {time.monotonic() - started:.0f} s", flush=True)
@@ -150,10 +164,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--trainer", default=".venvs/specforge/bin/python", help="python with specforge")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--samples", type=int, default=6000)
     parser.add_argument("--held-out", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=384, help="of an answer, at most")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--draft-vocab", type=int, default=16384)
     given = parser.parse_args()
     probe = Probe(model=builtin_folder("builtin:smollm2"), **vars(given))
