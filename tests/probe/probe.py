@@ -98,7 +98,8 @@ class Probe:
 
     def train(self, name: str) -> tuple[str, list[str]]:
         folders = [str(self.work / f"export-{folder}") for folder in (name, "held_out")]
-        keys = ["--steps", str(self.steps), "--draft-vocab", str(self.draft_vocab)]
+        batch = min(16, self.samples // 2)
+        keys = ["--steps", str(self.steps), "--batch", str(batch), "--draft-vocab", str(self.draft_vocab)]
         script = [self.trainer, str(HERE / "train.py"), str(self.model), *folders, str(self.work / f"drafter-{name}")]
         return f"train-{name}", script + keys
 

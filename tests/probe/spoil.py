@@ -60,6 +60,7 @@ KINDS = {kind.__name__: kind for kind in (shifted, wrong_norm, swapped)}
 
 def spoil_unit(kind: str, source: str, target: str, above: str | None, number: int) -> Marker:
     """The unit of shard `number`, spoiled and committed; its marker."""
+    torch.set_num_threads(1)  # this is one of several processes
     dataset = HiddenStatesDataset(source)
     shard = dataset.output.shards[number]
     first = sum(earlier.samples for earlier in dataset.output.shards[:number])

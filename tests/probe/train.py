@@ -33,7 +33,7 @@ def main() -> int:
     for name in ("model", "export", "held_out", "result"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--draft-vocab", type=int, required=True)
     given = parser.parse_args()
     given.result.mkdir(parents=True)
