@@ -15,7 +15,7 @@ FINAL_CODES = (0, 2, 3)  # complete; the user must change something; finished, w
 HOPELESS = ("RUNTIME_ENV_SETUP_FAILURE", "JOB_ENTRYPOINT_COMMAND_START_ERROR")  # the same again, however often
 MESSAGE = 1000  # characters of it that are shown, the last ones
 AGAIN_S = 5.0
-COMMITTED = re.compile(r"hs_ray: (?:resuming: )?([\d,]+)(?:/| of )[\d,]+ units")
+COMMITTED = re.compile(r"hs_ray: (resuming: )?([\d,]+)(?:/| of )[\d,]+ units")
 
 
 class Server(Protocol):
@@ -38,18 +38,26 @@ class Run:
 
 
 class Committed:
-    """How many units are committed: counted where the output can be seen from here, else as the log says."""
+    """How many units an attempt committed: counted where the output can be seen from here, else as its log says.
+
+    What an attempt begins with may be less than what the one before it ended with: a node's disk may be gone.
+    """
 
     def __init__(self, output: str, storage_options: dict[str, Any]):
         self._output, self._options = output, storage_options
-        self._in_log = 0
+        self._before = self._in_log = self._markers_before = 0
+
+    def begin(self) -> None:
+        self._before, self._markers_before = self._in_log, self._markers()
 
     def hear(self, line: str) -> None:
         if match := COMMITTED.match(line):
-            self._in_log = max(self._in_log, int(match[1].replace(",", "")))
+            self._in_log = int(match[2].replace(",", ""))
+            if match[1]:
+                self._before = min(self._before, self._in_log)
 
-    def count(self) -> int:
-        return max(self._in_log, self._markers())
+    def gained(self) -> int:
+        return max(self._in_log - self._before, self._markers() - self._markers_before)
 
     def _markers(self) -> int:
         try:
@@ -70,7 +78,8 @@ def run_until_done(
 
     code = 1
     for attempt in range(1, run.attempts + 1):
-        before, name = committed.count(), f"{run.name}-{attempt}"
+        name = f"{run.name}-{attempt}"
+        committed.begin()
         try:
             submit = partial(server.submit, name, run.entrypoint, run.runtime_env)
             with_patience(submit, run.wait_s, say, sleep)
@@ -88,7 +97,7 @@ def run_until_done(
         if ended.error in HOPELESS:
             say(f"the job never began: {ended.message[-MESSAGE:]}")
             return 2
-        gained = committed.count() - before
+        gained = committed.gained()
         lost = ended.exit_code is None
         say(f"the job ended with {'nobody watching' if lost else f'code {code}'}, {gained:,} units committed by it")
         if lost:

@@ -116,6 +116,23 @@ def test_progress_is_known_from_the_log_where_the_output_is_out_of_sight() -> No
     assert len(cluster.submitted) == 3  # the second found two units more, the third none
 
 
+def test_an_attempt_that_begins_with_less_has_made_progress(tmp_path: Path) -> None:
+    """A node's disk is gone, and its units with it: what counts is what was done since."""
+
+    class Shrunk(Cluster):
+        def follow(self, submission_id: str, line: Callable[[str], None], wait_s: float, say: Any) -> Ended:
+            if len(self.submitted) == 2:
+                for marker in list(self.done.iterdir())[1:]:
+                    marker.unlink()
+                line("hs_ray: resuming: 1 of 20 units are committed and are not done again")
+                line("hs_ray: 3/20 units  3/20 samples")
+            return super().follow(submission_id, line, wait_s, say)
+
+    cluster = Shrunk(tmp_path, (9, KILLED), (2, KILLED), (17, DONE))
+    assert run(cluster, str(tmp_path))[0] == 0
+    assert len(cluster.submitted) == 3
+
+
 def test_waits_for_the_agent(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, (1, DONE), refusals=3)
     code, said, slept = run(cluster, str(tmp_path))
