@@ -10,6 +10,7 @@ not done again; what came out is WORK/result.json, the source of the table in do
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,16 @@ LAYERS, ABOVE = [2, 15, 27], [3, 16, 28]
 SPOILED = ("shifted", "wrong_norm", "swapped")
 OUTPUTS = ("right", *SPOILED)
 JOB = ("cluster.address=local", "capture.final=pre_norm", "capture.prove=never", "max_seq_len=512")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, the exit code that it must have, and what a cut-off one left behind and has to go first."""
+
+    name: str
+    command: list[str]
+    code: int = 0
+    leaves: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -63,77 +74,74 @@ class Probe:
 
     # --- the steps: a name and a command ---
 
-    def answers(self, name: str, number: int) -> tuple[str, list[str]]:
+    def answers(self, name: str, number: int) -> Step:
         keys = ["--number", str(number), "--tokens", str(self.tokens), "--device", self.device]
         held = ["--held-out"] if name == "held_out" else []
         script = [sys.executable, str(HERE / "answers.py"), str(self.model), str(self.work / f"{name}.jsonl")]
-        return f"answers-{name}", script + keys + held
+        return Step(f"answers-{name}", script + keys + held)
 
-    def extract(self, name: str, source: str, layers: list[int]) -> tuple[str, list[str]]:
+    def extract(self, name: str, source: str, layers: list[int]) -> Step:
         memory = ["engine.mem_fraction_static=0.8", "+engine.args.max_total_tokens=131072"]
         engine = ["engine.attention_backend=triton", *memory] if self.device == "cuda" else []
         keys = [f"input.path={self.work}/{source}.jsonl", f"output.path={self.work}/{name}", f"layers={layers}"]
         model = f"model.path={self.model}"
-        return f"extract-{name}", [sys.executable, "jobs/extract.py", model, *keys, *JOB, *engine]
+        return Step(f"extract-{name}", [sys.executable, "jobs/extract.py", model, *keys, *JOB, *engine])
 
-    def spoil(self, kind: str) -> tuple[str, list[str]]:
-        paths = [str(self.work / "right"), str(self.work / kind)]
+    def spoil(self, kind: str) -> Step:
+        spoiled = self.work / kind
         above = ["--above", str(self.work / "above")] if kind == "shifted" else []
-        return f"spoil-{kind}", [sys.executable, str(HERE / "spoil.py"), kind, *paths, *above, "--workers", "4"]
+        script = [sys.executable, str(HERE / "spoil.py"), kind, str(self.work / "right"), str(spoiled)]
+        return Step(f"spoil-{kind}", [*script, *above, "--workers", "4"], leaves=spoiled)
 
-    def verify(self, name: str) -> tuple[str, list[str]]:
+    def verify(self, name: str) -> Step:
         keys = [f"output.path={self.work}/{name}", "verify.reference=hf", f"verify.device={self.device}"]
-        return f"verify-{name}", [sys.executable, "jobs/verify.py", *keys]
+        return Step(f"verify-{name}", [sys.executable, "jobs/verify.py", *keys], code=int(name in SPOILED))
 
-    def export(self, name: str) -> tuple[str, list[str]]:
-        keys = [
-            f"output.path={self.work}/{name}",
-            "export.to=specforge",
-            f"export.path={self.work}/export-{name}",
-            "export.workers=4",
-        ]
-        return f"export-{name}", [
-            sys.executable, "jobs/export.py", *keys, f"export.draft_vocab_size={self.draft_vocab}"
-        ]  # fmt: skip
+    def export(self, name: str) -> Step:
+        paths = [f"output.path={self.work}/{name}", f"export.path={self.work}/export-{name}"]
+        keys = ["export.to=specforge", f"export.draft_vocab_size={self.draft_vocab}", "export.workers=4"]
+        return Step(f"export-{name}", [sys.executable, "jobs/export.py", *paths, *keys])
 
-    def train(self, name: str) -> tuple[str, list[str]]:
+    def train(self, name: str) -> Step:
         folders = [str(self.work / f"export-{folder}") for folder in (name, "held_out")]
         batch = min(16, self.samples // 2)
         keys = ["--steps", str(self.steps), "--batch", str(batch), "--draft-vocab", str(self.draft_vocab)]
-        script = [self.trainer, str(HERE / "train.py"), str(self.model), *folders, str(self.work / f"drafter-{name}")]
-        return f"train-{name}", script + keys
+        drafter = self.work / f"drafter-{name}"
+        script = [self.trainer, str(HERE / "train.py"), str(self.model), *folders, str(drafter)]
+        return Step(f"train-{name}", script + keys, leaves=drafter)
 
-    def accept(self, name: str) -> tuple[str, list[str]]:
+    def accept(self, name: str) -> Step:
         drafter, held_out = self.work / f"drafter-{name}/drafter", self.work / "held_out.jsonl"
         script = [sys.executable, str(HERE / "accept.py"), str(self.model), str(drafter), str(held_out)]
-        return f"accept-{name}", [*script, str(self.work / f"accept-{name}.json")]
+        return Step(f"accept-{name}", [*script, str(self.work / f"accept-{name}.json")])
 
     # --- running them ---
 
-    def together(self, *steps: tuple[str, list[str]], gpu: int = 0) -> None:
+    def together(self, *steps: Step, gpu: int = 0) -> None:
         """Run steps at once, the first on this GPU, each further one on the next."""
         with ThreadPoolExecutor(len(steps)) as pool:
             done = list(pool.map(self.step, steps, range(gpu, gpu + len(steps))))
-        failed = [name for (name, _), ok in zip(steps, done, strict=True) if not ok]
+        failed = [step.name for step, ok in zip(steps, done, strict=True) if not ok]
         if failed:
             raise SystemExit(f"failed: {', '.join(failed)}; see {self.work}/steps")
 
-    def step(self, named: tuple[str, list[str]], gpu: int) -> bool:
-        """One command, unless it was done; the judge of a spoiled output has done its work when it refuses it."""
-        name, command = named
+    def step(self, step: Step, gpu: int) -> bool:
+        """Run it, unless it was done; whether it came out as it must."""
         steps = self.work / "steps"
         steps.mkdir(parents=True, exist_ok=True)
-        code_file = steps / f"{name}.rc"
+        code_file = steps / f"{step.name}.rc"
         if not code_file.exists():
+            if step.leaves is not None:
+                shutil.rmtree(step.leaves, ignore_errors=True)
             started = time.monotonic()
-            print(f"{name}: {' '.join(command)}", flush=True)
+            print(f"{step.name}: {' '.join(step.command)}", flush=True)
             environment = os.environ | {"PROBE_DEVICE": self.device}
             if self.device == "cuda":
                 environment["CUDA_VISIBLE_DEVICES"] = str(gpu % self.gpus)
-            with (steps / f"{name}.log").open("w") as log:
-                done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False)
-            print(f"{name}: exit code {done.returncode} after {time.monotonic() - started:.0f} s", flush=True)
-            if done.returncode != 0 and not name.startswith("verify-"):
+            with (steps / f"{step.name}.log").open("w") as log:
+                done = subprocess.run(step.command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False)
+            print(f"{step.name}: exit code {done.returncode} after {time.monotonic() - started:.0f} s", flush=True)
+            if done.returncode != step.code:
                 return False
             code_file.write_text(str(done.returncode))
         return True
