@@ -62,7 +62,12 @@ class EngineProcess:
         self.process = context.Process(target=_serve, args=(child, options))
         self.process.start()
         child.close()
-        self._take(START_S)
+        try:
+            self._take(START_S)
+        except BaseException:
+            self.process.kill()  # what SGLang began would keep it, and pytest waits for its children at the end
+            self.process.join()
+            raise
 
     def run(self, prompts: list[np.ndarray], plug: int = 0) -> list[Captured]:
         """plug: tokens of a prompt that goes first, so that the others queue behind it: the batches are then the
