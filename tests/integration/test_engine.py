@@ -1,5 +1,6 @@
 """Capture on the real engine: every token of every prompt, at every layer id, whatever the company and the chunks."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -143,11 +144,14 @@ def scheduler_about_to_start() -> int:
         for engine in multiprocessing.active_children():
             tasks = Path(f"/proc/{engine.pid}/task").glob("*/children")
             pids = sorted(int(pid) for task in tasks for pid in task.read_text().split())
-            words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-            spawned = [pid for pid in pids if b"spawn_main" in words[pid]]
+            words = {}
+            for pid in pids:
+                with contextlib.suppress(OSError):  # a child that is gone again: the janitor detaches itself
+                    words[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+            spawned = [pid for pid, line in words.items() if b"spawn_main" in line]
             if spawned and not any(b"sglang::" in line for line in words.values()):
                 return spawned[0]
-        time.sleep(0.05)
+        time.sleep(0.05)  # nothing tells of a process's children
     raise TimeoutError("no engine has begun to start")
 
 

@@ -39,7 +39,8 @@ def main() -> None:
         mask = [0] * len(prompt) + [1] * len(written)
         lines.append(json.dumps({"id": f"{kind}-{number}", "input_ids": prompt + written, "loss_mask": mask}))
     given.result.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines):,} samples, {sum(line.count(',') // 2 for line in lines):,} tokens", flush=True)
+    written_tokens = sum(len(answer["output_ids"]) for answer in answers)
+    print(f"{len(lines):,} samples, {written_tokens:,} tokens of answers", flush=True)
 
 
 def chats(model: str, asked: list[str]) -> list[list[int]]:

@@ -4,7 +4,7 @@
 
 SmolLM2 writes answers, the job extracts their states, `spoil.py` makes the wrong outputs, `jobs/verify.py` judges each
 one before training, SpecForge trains a drafter from each, SGLang runs it. Each step is a command that is printed and
-not done again; what came out is WORK/result.json, the source of the table in docs/training.md.
+not done again; what came out is WORK/result.json (docs/trainers.md). A verdict that is not the expected one stops it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 drafter with SpecForge's own command line on one of our exports. In SpecForge's environment.
 
-    python tests/probe/train.py MODEL EXPORT HELD_OUT_EXPORT RESULT --steps 1500
+    python tests/probe/train.py MODEL EXPORT HELD_OUT_EXPORT RESULT --steps 1200 --batch 16 --draft-vocab 16384
 
 RESULT/drafter is what SGLang loads; RESULT/result.json has the losses and SpecForge's own figures over the held-out
 samples, of whose states nothing is wrong whatever the drafter learnt from: that is what it meets in use.
@@ -20,9 +20,9 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than this trai
 if DEVICE == "cpu":
     import no_triton  # noqa: F401  (must come before specforge)
 
-from specforge import cli  # noqa: E402
-from specforge.eval import Evaluator  # noqa: E402
-from specforge_run import draft_config, export_drafter, run_config, target_folder  # noqa: E402
+from specforge import cli  # noqa: E402  (after no_triton)
+from specforge.eval import Evaluator  # noqa: E402  (after no_triton)
+from specforge_run import draft_config, export_drafter, run_config, target_folder  # noqa: E402  (after no_triton)
 
 LAYER_IDS = [2, 15, 27]  # layers=eagle3 of SmolLM2's 30
 MAX_LENGTH = 512
@@ -64,9 +64,8 @@ def main() -> int:
         return found[-1]
 
     Evaluator.run = kept
-    if (code := cli.main(["train", "-c", str(given.result / "run.json")])) or (
-        code := export_drafter(given.result, mapping)
-    ):
+    code: int = cli.main(["train", "-c", str(given.result / "run.json")]) or export_drafter(given.result, mapping)
+    if code:
         return code
     versions = {name: version(name) for name in ("specforge", "torch", "transformers")}
     (given.result / "result.json").write_text(json.dumps({"versions": versions, **found[-1]}, indent=1))
