@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hs_ray.prove.worker import FOLDER_PREFIX
 log = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 900.0  # of one proof: about a minute on a GPU, longer where kernels are compiled first
+TRIES = 3  # of a proof whose process or engine was killed: out of memory, a node that is being emptied
 SHOWN = 4000  # characters of the end of a failed proof's output
 
 
@@ -67,9 +69,31 @@ def keep(proof: Proof) -> Path:
     return path
 
 
-def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
-    """Run one proof, passed or not. Raises ProofError where it could not be run to its end."""
+def prove(request: Request, limit_s: float = LIMIT_SECONDS, tries: int = TRIES) -> Proof:
+    """Run one proof, passed or not; one that is killed, again. Raises ProofError where none ran to its end."""
     check(request.architecture, request.release, request.architecture, request.device)
+    outcome = _prove_once(request, limit_s)
+    if isinstance(outcome, Proof):
+        return outcome
+    if outcome.killed and tries > 1:
+        log.warning("%s: the proof was killed (%s); again", request.key, outcome.ending)
+        return prove(request, limit_s, tries - 1)
+    raise ProofError(
+        f"{request.key}: the proof did not run to its end ({outcome.ending}); capture.prove=never goes on "
+        f"without one, jobs/prove.py tries again. Its output ends:\n{outcome.text}"
+    )
+
+
+@dataclass(frozen=True)
+class _CutOff:
+    """A proof without a result. killed: it, or its engine, by a signal; what it raised itself, it would raise again."""
+
+    ending: str
+    text: str
+    killed: bool
+
+
+def _prove_once(request: Request, limit_s: float) -> Proof | _CutOff:
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         asked, result, output = (Path(name) / part for part in ("request.json", "result.json", "output.txt"))
         asked.write_text(request.to_json())
@@ -80,10 +104,7 @@ def prove(request: Request, limit_s: float = LIMIT_SECONDS) -> Proof:
             return read_proofs(result)[0]
         reason = result.with_suffix(".error")
         text = reason.read_text() if reason.is_file() else output.read_text(errors="replace")[-SHOWN:].strip()
-        raise ProofError(
-            f"{request.key}: the proof did not run to its end ({_ending(code, limit_s)}); capture.prove=never goes on "
-            f"without one, jobs/prove.py tries again. Its output ends:\n{text}"
-        )
+        return _CutOff(_ending(code, limit_s), text, killed=code is not None and code < 0)
 
 
 def _run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int | None:

@@ -17,6 +17,7 @@ FOLDER_PREFIX = "hs_ray-prove-"
 
 def main() -> None:
     # Imported here, since SGLang's spawned processes import this module as their main.
+    from hs_ray.engine.engine import EngineDiedError
     from hs_ray.errors import HsRayError
     from hs_ray.prove.measure import measure
     from hs_ray.prove.proofs import add_proofs
@@ -28,6 +29,8 @@ def main() -> None:
         proof = measure(Request.from_json(request.read_text()))
     except HsRayError as error:
         result.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
+        if isinstance(error, EngineDiedError):
+            os.kill(os.getpid(), signal.SIGKILL)  # as its engine was: `run` tries again
         sys.exit(error.exit_code)
     add_proofs(result, [proof])
 

@@ -4,6 +4,9 @@ Without an engine: a twin's bf16 run stands for ours. tests/integration/test_pro
 """
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +305,46 @@ def test_a_proof_that_breaks_says_why() -> None:
     with pytest.raises(run.ProofError, match="(?s)exit code 1.*nonsense") as caught:
         run.prove(Request(config=broken, release="0.5.23", device="cpu"), limit_s=120)
     assert "Traceback" in str(caught.value)
+
+
+@pytest.mark.parametrize(("codes", "runs"), [([-9, 0], 2), ([-9, -6, -9], 3), ([1], 1), ([None], 1)])
+def test_a_killed_proof_is_run_again(codes: list[int | None], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is being emptied kills what runs there; what a proof says itself it would say again."""
+    asked: list[Path] = []
+
+    def run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int | None:
+        asked.append(folder)
+        output.write_text(f"run {len(asked)}")
+        code = codes[len(asked) - 1]
+        if code == 0:
+            add_proofs(Path(command[-1]), [a_proof()])
+        return code
+
+    monkeypatch.setattr(run, "_run_group", run_group)
+    request = Request(config=SHAPES["llama"], release="0.5.23", device="cpu")
+    if codes[-1] == 0:
+        assert run.prove(request) == a_proof()
+    else:
+        with pytest.raises(run.ProofError, match=f"did not run to its end(?s:.*)run {runs}"):
+            run.prove(request)
+    assert len(set(asked)) == runs  # each in a folder of its own
+
+
+def test_the_death_of_an_engine_ends_its_proof_by_signal(tmp_path: Path) -> None:
+    asked, result = tmp_path / "request.json", tmp_path / "result.json"
+    asked.write_text(Request(config=SHAPES["llama"], release="0.5.23", device="cpu").to_json())
+    code = (
+        "import sys\n"
+        "from hs_ray.engine.engine import EngineDiedError\n"
+        "from hs_ray.prove import measure, worker\n"
+        "def killed(_): raise EngineDiedError('the scheduler is gone')\n"
+        "measure.measure = killed\n"
+        f"sys.argv = ['worker', {str(asked)!r}, {str(result)!r}]\n"
+        "worker.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert result.with_suffix(".error").read_text() == "EngineDiedError: the scheduler is gone"
 
 
 def test_unknown_classes_are_refused_by_name() -> None:
