@@ -3,9 +3,12 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hs_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -75,4 +78,16 @@ def content_digest(folder: Path, name: str) -> str:
             for block in range(SAMPLED_BLOCKS):
                 file.seek(data_start + (size - data_start) * block // SAMPLED_BLOCKS)
                 digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def norm_digest(weight: "torch.Tensor", eps: float, kind: str) -> str:
+    """sha256 over a final norm, [H] of any dtype: what `_run/final_norm.safetensors` says of itself as `sha256`.
+
+    No state is checked by that file's weight, so that a flipped bit in it would show nowhere else.
+    """
+    import torch
+
+    digest = hashlib.sha256(json.dumps([str(weight.dtype), list(weight.shape), eps, kind]).encode())
+    digest.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

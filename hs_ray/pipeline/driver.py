@@ -44,6 +44,7 @@ from hs_ray.plan import (
 from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
 from hs_ray.storage import Storage, when_there_is_room
+from hs_ray.weights import norm_digest
 
 INDEX_S = 10.0  # between writes of the markers' index
 
@@ -238,7 +239,8 @@ def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
         if "final_pre_norm" in resolved.spec.columns:
             raise
         return
-    storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata={"eps": repr(eps), "kind": kind}))
+    facts = {"eps": repr(eps), "kind": kind, "sha256": norm_digest(weight, eps, kind)}
+    storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata=facts))
 
 
 def _metadata(flight: Preflight, key: str) -> dict[str, Any]:
