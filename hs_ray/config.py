@@ -234,6 +234,11 @@ def to_plain(job: Any) -> dict[str, Any]:
     return result
 
 
+def _needs_output(job: Any) -> bool:
+    """Whether the user must say where states go: with an input of their own, unless nothing is written. See `check`."""
+    return hasattr(job, "input") and job.input.path is not None and not job.dry_run
+
+
 def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int], *, checked: bool = True) -> None:
     """Load, run, and leave with the job's exit code: what every `jobs/*.py` ends in.
 
@@ -250,7 +255,7 @@ def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int]
             code = 0
         else:
             job = load(job_class, config_name, args, checked=checked)
-            if hasattr(job, "output"):
+            if hasattr(job, "output") and not _needs_output(job):
                 job.output.path = job.output.path or DEMO_OUTPUT
             code = body(job)
     except HsRayError as error:

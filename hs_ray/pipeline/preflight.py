@@ -1,15 +1,17 @@
 """What can be known without Ray, an engine or a GPU: the user's mistakes, all of them at once, in seconds."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hs_ray import prove
 from hs_ray.config import ExtractJob, OnExisting
 from hs_ray.engine import patching
-from hs_ray.errors import ConfigError, HsRayError, OutputError
+from hs_ray.errors import ConfigError, OutputError
 from hs_ray.inputs import Source, list_sources
+from hs_ray.model import ModelInfo
 from hs_ray.pipeline import cluster
-from hs_ray.plan import ResolvedJob, differing_keys, load_run, resolve
+from hs_ray.plan import ResolvedJob, collecting, differing_keys, load_run, resolve
 from hs_ray.storage import PerNodeStorage, Storage, open_storage
 
 
@@ -24,31 +26,40 @@ class Preflight:
 
 
 def preflight(job: ExtractJob) -> Preflight:
-    """Check what the user gave, all problems at once. Seconds; starts nothing."""
+    """Check what the user gave, all problems at once (ConfigError). Seconds; starts nothing."""
     problems: list[str] = []
+    versions: dict[str, str] = {}
     resolved: ResolvedJob | None = None
     sources: list[Source] = []
-    try:
-        resolved = resolve(job)
-    except ConfigError as error:
-        problems += error.problems
-    try:
+    storage: Storage | None = None
+    with collecting(problems):
+        patching.check_installed()
+        versions = patching.versions()
+    with collecting(problems):
+        resolved = resolve(job, partial(_check_supported, versions.get("sglang"), job.engine.device))
+    with collecting(problems):
         sources = list_sources(job.input)
-    except (ConfigError, HsRayError) as error:
-        problems += getattr(error, "problems", [str(error)])
-    if cluster.is_temporary(job.output.path or ""):
+    with collecting(problems):
+        storage = open_storage(job.output.path or "", job.output.storage_options)
+    if job.output.path is not None and cluster.is_temporary(job.output.path):
         problems.append(
             f"output.path = {job.output.path}: an absolute path or s3://bucket/prefix; the folder that a submitted job "
             f"runs in is temporary"
         )
-    patch = patching.check_installed()
-    if problems or resolved is None:
+    if problems or resolved is None or storage is None:
         raise ConfigError(problems)
-    prove.check(resolved.model.architecture, patch.release, resolved.model.name)
-    storage = open_storage(job.output.path or "", job.output.storage_options)
     if job.output.node_path:
         storage = PerNodeStorage(storage, job.output.node_path)
-    return Preflight(resolved, sources, patching.versions(), storage)
+    return Preflight(resolved, sources, versions, storage)
+
+
+def _check_supported(release: str | None, device: str, model: ModelInfo) -> None:
+    """Raises UnsupportedError for a model whose states cannot be captured.
+
+    release: of SGLang, None where none that we know is installed; device: engine.device.
+    """
+    if release is not None:
+        prove.check(model.architecture, release, model.name, None if device == "auto" else device)
 
 
 def existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str, Any] | None:

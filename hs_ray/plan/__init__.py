@@ -8,7 +8,7 @@
 
 from hs_ray.plan.build import PlanSummary, build_plan
 from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate, measured_rate
-from hs_ray.plan.resolved import ResolvedJob, differing_keys, fingerprint, resolve
+from hs_ray.plan.resolved import ResolvedJob, collecting, differing_keys, fingerprint, resolve
 from hs_ray.plan.store import load_run, load_summary, read_unit, unit_counts, write_run
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "build_plan",
     "check_fits",
     "check_rejected",
+    "collecting",
     "differing_keys",
     "estimate",
     "fingerprint",

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hs_ray.config import ExtractJob, OnTooLong, check, to_plain
-from hs_ray.errors import ConfigError
+from hs_ray.errors import ConfigError, UserError
 from hs_ray.inputs import Source, TokenizeSettings, content_digests
 from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest
 from hs_ray.schema import FORMAT_VERSION, CaptureSpec, resolve_layers
@@ -53,32 +54,49 @@ class ResolvedJob:
         )
 
 
-def resolve(job: ExtractJob) -> ResolvedJob:
-    """Raises ConfigError with every problem of meaning at once, those that need the model to be seen among them."""
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """What the user must change, found in here, joins `problems` instead of ending the search for more."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+
+
+def resolve(job: ExtractJob, check_model: Callable[[ModelInfo], None] | None = None) -> ResolvedJob:
+    """Raises ConfigError with every problem of meaning at once, those that need the model to be seen among them.
+
+    check_model: raises a UserError for a model that what runs it does not support.
+    """
     problems = check(job)
-    try:
+    model: ModelInfo | None = None
+    with collecting(problems):
         model = resolve_model(job.model, weights=not job.dry_run)
-    except ConfigError as error:  # without a model there is nothing to check the rest against
-        raise ConfigError(problems + error.problems) from error
-    layers: tuple[int, ...] = ()
-    try:
-        layers = resolve_layers(job.layers, model.num_hidden_layers)
-    except ConfigError as error:
-        problems += error.problems
+    if model is not None:
+        problems += _problems_with(model, job, check_model)
+    with collecting(problems):
+        chat_template(job.model)
+    if problems or model is None:
+        raise ConfigError(problems)
+    layers = resolve_layers(job.layers, model.num_hidden_layers)
+    return ResolvedJob(
+        job, model, CaptureSpec(layers, job.capture.final.value, model.num_hidden_layers, model.hidden_size)
+    )
+
+
+def _problems_with(model: ModelInfo, job: ExtractJob, check_model: Callable[[ModelInfo], None] | None) -> list[str]:
+    problems: list[str] = []
+    if check_model is not None:
+        with collecting(problems):
+            check_model(model)
+    with collecting(problems):
+        resolve_layers(job.layers, model.num_hidden_layers)
     if job.max_seq_len > model.context_length:
         problems.append(
             f"max_seq_len = {job.max_seq_len}: at most the context of {model.name}, {model.context_length} tokens; "
             f"for example max_seq_len={model.context_length}"
         )
-    try:
-        chat_template(job.model)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return ResolvedJob(
-        job, model, CaptureSpec(layers, job.capture.final.value, model.num_hidden_layers, model.hidden_size)
-    )
+    return problems
 
 
 def fingerprint(

@@ -14,8 +14,10 @@ from hs_ray.config import (
     ExtractJob,
     Final,
     VerifyJob,
+    check,
     load,
     parse_bytes,
+    run_job,
     to_plain,
 )
 from hs_ray.errors import ConfigError
@@ -279,6 +281,27 @@ def test_one_message_no_traceback_exit_code_2(override: str) -> None:
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ([], "outputs/demo"),
+        (["input.path=x.jsonl", "dry_run=true"], "outputs/demo"),  # nothing is written: its disk is looked at
+        (["input.path=x.jsonl"], None),  # `check` refuses it
+        (["input.path=x.jsonl", "output.path=/out"], "/out"),
+    ],
+)
+def test_the_demo_output_is_for_the_demo_input(
+    words: list[str], path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As jobs/extract.py loads it: `plan.resolve` checks later."""
+    monkeypatch.setattr(sys, "argv", ["extract.py", *words])
+    seen: list[ExtractJob] = []
+    with pytest.raises(SystemExit):
+        run_job(ExtractJob, "extract", lambda job: seen.append(job) or 0, checked=False)
+    assert seen[0].output.path == path
+    assert bool(check(seen[0])) == (path is None)
 
 
 def test_run_help_and_cfg() -> None:
