@@ -57,9 +57,9 @@ def run(job: ExtractJob) -> int:
         say("model.trust_remote_code = true: code that comes with the model runs on every node")
     if job.dry_run:
         return _dry_run(flight)
+    flight.storage.check_writable()  # first: a wrong address is told in seconds, and the fingerprint reads the input
     key = fingerprint(flight.resolved, flight.sources, flight.versions)
     existing = existing_run(flight, key)
-    flight.storage.check_writable()
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     lease = Lease.acquire(flight.storage, job.cluster.lease_seconds, holder)
     lease.start()

@@ -72,11 +72,12 @@ class S3Storage(Storage):
         return self._client.abort_uploads(self._key(""))
 
     def check_writable(self) -> None:
-        # A wrong endpoint should not take ten minutes to say so.
+        # What is at a wrong endpoint may answer, with errors that look transient: not ten minutes of them.
         patient = self._client
         self._client = S3Client(patient.bucket, patient.options | {"retry_seconds": min(patient.retry_seconds, 20.0)})
         try:
             super().check_writable()
+            patient.answered.set()
         finally:
             self._client = patient
 

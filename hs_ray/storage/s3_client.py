@@ -39,10 +39,17 @@ def _file_system(number: int, settings: dict[str, Any]) -> s3fs.S3FileSystem:
 
 
 class S3Client:
-    """One bucket. Picklable; connects on first use in each process, for s3fs does not survive a fork."""
+    """One bucket. Picklable; connects on first use in each process, for s3fs does not survive a fork.
 
-    def __init__(self, bucket: str, options: Mapping[str, Any]):
+    answered: whether the store has said anything yet. It travels along: an actor that starts while the store is unwell
+    has to wait for it like the one before it.
+    """
+
+    def __init__(self, bucket: str, options: Mapping[str, Any], answered: bool = False):
         self.bucket = bucket
+        self.answered = threading.Event()
+        if answered:
+            self.answered.set()
         self.options = dict(options)
         own = dict(options)
         self.part_bytes = int(own.pop("part_bytes", 32 * 2**20))
@@ -62,7 +69,7 @@ class S3Client:
         self._turn = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.bucket, self.options)
+        return type(self), (self.bucket, self.options, self.answered.is_set())
 
     def _connection(self, number: int) -> S3Requests:
         with self._lock:
@@ -70,7 +77,9 @@ class S3Client:
                 self._connections, self._pid = {}, os.getpid()
             if number not in self._connections:
                 fs, parts = _file_system(number, self._settings), max(1, self.concurrency // self.upload_loops)
-                self._connections[number] = S3Requests(fs, self.bucket, self.part_bytes, parts, self.retry_seconds)
+                self._connections[number] = S3Requests(
+                    fs, self.bucket, self.part_bytes, parts, self.retry_seconds, self.answered
+                )
             return self._connections[number]
 
     def _run(self, method: Any, *args: Any, connection: int = 0, **kwargs: Any) -> Any:

@@ -2,9 +2,13 @@
 
 s3fs brings the connection (credentials from the usual AWS places, region, endpoint) and its event loop; the
 requests are made here, because s3fs retries by request kind, uploads parts in lockstep and leaves an answer
-lost on the way to its caller. Here: 5xx, SlowDown, time-outs and dropped connections are tried again with growing
-pauses for `retry_seconds`; a lost answer is resolved by looking at what is there; a refusal (403, no such
-bucket, no credentials) is an OutputError at once; 404 is FileNotFoundError.
+lost on the way to its caller. Here: 5xx, SlowDown, time-outs and connections that are dropped or do not come about are
+tried again with growing pauses for `retry_seconds`; a lost answer is resolved by looking at what is there; a refusal
+(403, no such bucket, no credentials, settings that botocore does not take) is an OutputError at once; 404 is
+FileNotFoundError.
+
+A store that has not answered at all yet is more likely misspelt than unwell: it is given up after `FIRST_ANSWER_S`, as
+an OutputError.
 """
 
 import asyncio
@@ -13,6 +17,7 @@ import errno
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -28,6 +33,7 @@ T = TypeVar("T")
 
 MAX_PARTS = 10_000
 READERS = 64  # small objects read at once
+FIRST_ANSWER_S = 8.0  # a job says within 20 s of its start that there is no store, and it has to start itself
 TRANSIENT_CODES = {
     "SlowDown",
     "Throttling",
@@ -44,7 +50,8 @@ TRANSIENT_CODES = {
     "XAmzContentChecksumMismatch",
 }
 TRANSIENT_ERRORS = (
-    boto.HTTPClientError,  # connection refused, closed, timed out, answer cut off
+    boto.ConnectionError,  # no connection: refused, timed out, no such host, TLS; not one of Python's ConnectionErrors
+    boto.HTTPClientError,  # connection closed, answer timed out or cut off
     boto.IncompleteReadError,
     boto.FlexibleChecksumError,
     aiohttp.ClientError,
@@ -67,11 +74,20 @@ class S3Requests:
     """Requests to one bucket, as coroutines of one event loop.
 
     part_bytes: size of a part of an upload and of a range of a long read. concurrency: parts in memory at once.
-    retry_seconds: how long an unwell store is waited for.
+    retry_seconds: how long an unwell store is waited for. answered: set once the store has said anything.
     """
 
-    def __init__(self, fs: s3fs.S3FileSystem, bucket: str, part_bytes: int, concurrency: int, retry_seconds: float):
+    def __init__(
+        self,
+        fs: s3fs.S3FileSystem,
+        bucket: str,
+        part_bytes: int,
+        concurrency: int,
+        retry_seconds: float,
+        answered: threading.Event,
+    ):
         self.fs, self.bucket, self.part_bytes, self.retry_seconds = fs, bucket, part_bytes, retry_seconds
+        self.answered = answered
         fs.retries = 1  # retries are ours alone
         self._uploads = asyncio.Semaphore(concurrency)
         self._reads = asyncio.Semaphore(READERS)
@@ -83,20 +99,47 @@ class S3Requests:
                 return await request()
             except Exception as error:
                 cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
-                waited = time.monotonic() - start
+                if isinstance(cause, boto.ClientError):
+                    self.answered.set()
+                waited, answered = time.monotonic() - start, self.answered.is_set()
                 if not is_transient(cause):
                     raise self._explain(what, cause) from error
-                if waited + pause > self.retry_seconds:
-                    text = f"{what}: still failing after {waited:.0f} s ({type(cause).__name__}: {cause})"
-                    raise OSError(errno.EIO, text) from error
-                log.warning("%s: %s; trying again in %.1f s", what, cause, pause)
+                patience = self.retry_seconds if answered else min(self.retry_seconds, FIRST_ANSWER_S)
+                if waited + pause > patience:
+                    raise self._give_up(what, cause, waited) from error
+                level = logging.WARNING if answered else logging.INFO  # at a start that fails, the error says it all
+                log.log(level, "%s: %s; trying again in %.1f s", what, cause, pause)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, 15.0)
+
+    async def _send(self, method: str, **kwargs: Any) -> dict[str, Any]:
+        """One request, to the head of its answer. The very first is not waited for longer than FIRST_ANSWER_S."""
+        await self.fs.set_session()  # reads files, on a busy machine for seconds: that is no silence of the store
+        try:
+            async with asyncio.timeout(None if self.answered.is_set() else FIRST_ANSWER_S):
+                answer: dict[str, Any] = await self.fs._call_s3(method, Bucket=self.bucket, **kwargs)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"nothing within {FIRST_ANSWER_S:g} s") from error
+        self.answered.set()
+        return answer
+
+    def _give_up(self, what: str, cause: BaseException, waited_s: float) -> Exception:
+        """What hs_ray raises for a transient error that stayed."""
+        reason = f"{type(cause).__name__}: {cause}"
+        if self.answered.is_set():
+            return OSError(errno.EIO, f"{what}: still failing after {waited_s:.0f} s ({reason})")
+        endpoint = self.fs.endpoint_url or "the one of the AWS_ variables, or AWS itself"
+        return OutputError(
+            f"{what}: no answer from the store ({reason}); output.storage_options.endpoint_url = {endpoint}: "
+            "an address that answers from here; check it, and the network"
+        )
 
     def _explain(self, what: str, cause: BaseException) -> BaseException:
         """What hs_ray raises for an error that another try will not mend."""
         if isinstance(cause, NO_CREDENTIALS):
             return OutputError(f"{what}: {cause}; set AWS_ACCESS_KEY_ID, AWS_PROFILE or anon=true")
+        if isinstance(cause, boto.BotoCoreError | ValueError) and not self.answered.is_set():  # nothing was sent yet
+            return OutputError(f"{what}: {cause}; check output.path, output.storage_options and the AWS_ variables")
         if not isinstance(cause, boto.ClientError):
             return cause
         code = cause.response.get("Error", {}).get("Code", "")
@@ -111,13 +154,13 @@ class S3Requests:
 
     async def call(self, method: str, **kwargs: Any) -> dict[str, Any]:
         what = f"s3://{self.bucket}/{kwargs.get('Key', kwargs.get('Prefix', ''))}: {method}"
-        return await self._retry(what, lambda: self.fs._call_s3(method, Bucket=self.bucket, **kwargs))
+        return await self._retry(what, lambda: self._send(method, **kwargs))
 
     async def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         extra = {} if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
 
         async def request() -> bytes:
-            answer = await self.fs._call_s3("get_object", Bucket=self.bucket, Key=key, **extra)
+            answer = await self._send("get_object", Key=key, **extra)
             async with answer["Body"] as body:
                 data = await body.read()
             if len(data) != answer["ContentLength"]:
