@@ -14,8 +14,8 @@ transformers for i < N, the id of vLLM and speculators, and SGLang's `layers_to_
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar, get_origin
 
 import numpy as np
 import numpy.typing as npt
@@ -181,7 +181,8 @@ def state_checksum(bits: npt.NDArray[np.uint16], token_start: int = 0) -> int:
     """Checksum of a state: the sum over tokens t (from 1) of t times the sum of row t's bits, as int16, modulo 2^64.
 
     bits: uint16 [S, H], bf16 bits; token_start: of its first row within the sample. Additive over pieces. It is
-    made of sums alone, so that a GPU takes it in passing, and any changed bit or exchanged token changes it.
+    made of sums alone, so that a GPU takes it in passing. Any one changed bit changes it, and so do exchanged tokens
+    whose rows' sums differ; the order of the channels within a row does not: a sum has none.
     """
     rows = bits.view(np.int16).sum(axis=1, dtype=np.int64)
     return weighted_checksum(rows, token_start)
@@ -239,10 +240,30 @@ class Marker:
 
     @classmethod
     def from_json(cls, text: JsonText) -> "Marker":
-        data = json.loads(text)
-        data["columns"] = {name: ColumnStats(**stats) for name, stats in data["columns"].items()}
-        data["failed"] = [Reject(**reject) for reject in data["failed"]]
-        return cls(**data)
+        """Raises ValueError for anything else than a marker, a field of another type among it."""
+        try:
+            data = json.loads(text)
+            data["columns"] = {name: _typed(ColumnStats(**stats)) for name, stats in data["columns"].items()}
+            data["failed"] = [_typed(Reject(**reject)) for reject in data["failed"]]
+            marker = _typed(cls(**data))
+            if not all(type(found) is int for sums in marker.checksums.values() for found in sums):
+                raise TypeError("checksums are not whole numbers")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a marker of this format: {error!r}") from None
+        return marker
+
+
+Record = TypeVar("Record", ColumnStats, Reject, Marker)
+
+
+def _typed(record: Record) -> Record:
+    """The record. Raises TypeError where a field is not of its type: JSON has whatever was written into it."""
+    for entry in fields(record):
+        kind: Any = get_origin(entry.type) if get_origin(entry.type) in (dict, list) else entry.type
+        value = getattr(record, entry.name)
+        if isinstance(value, bool) or not isinstance(value, (float, int) if kind is float else kind):
+            raise TypeError(f"{entry.name} is {value!r:.80}")
+    return record
 
 
 def shard_schema(columns: Sequence[str], compression: str, metadata: dict[str, Any] | None = None) -> pa.Schema:

@@ -8,8 +8,11 @@ transformers in bf16 (what rounding alone does). Two relative errors, of ours an
 
 Ours may be 1.5 times the bf16 run's; of `norm`, 1.5 times the larger of the two. Where first tokens decide it, they
 are one and the same token in every sample: a single draw of the rounding, which one way of computing may win by luck
-(SmolLM2 on an H200: 0.0129 and 0.0030, where every other token has 0.011 both ways). A sample, a token or an element that is far outside the noise is a problem by
-itself, however small its part in the means.
+(SmolLM2 on an H200: 0.0129 and 0.0030, where every other token has 0.011 both ways). A sample, a token or an element
+that is far outside the noise is a problem by itself, however small its part in the means.
+
+The final norm's file, which turns pre-norm states into post-norm ones, is compared, too: applied to the reference's own
+pre-norm states it must give the reference's post-norm ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +26,9 @@ import torch
 from hs_ray.errors import ConfigError, UnsupportedError
 from hs_ray.model import model_digest
 from hs_ray.reader import HiddenStatesDataset
-from hs_ray.schema import CaptureSpec
+from hs_ray.schema import FINAL_NORM, CaptureSpec
 from hs_ray.verify.argmax import model_folder
+from hs_ray.verify.norm import check_final_norm
 from hs_ray.verify.report import ReferenceReport
 
 FACTOR = 1.5  # design target, over all compared tokens
@@ -155,6 +159,8 @@ def verify_reference(
     rounded = TransformersReference(where, spec, torch.bfloat16, device, trust)
 
     chosen = np.sort(np.random.default_rng(seed).permutation(dataset.num_samples)[:samples]).tolist()
+    report = ReferenceReport()
+    norm, of_norm = check_final_norm(dataset.output.storage, spec, report), Errors()
     errors = {name: (Errors(), Errors()) for name in dataset.columns}
     names = []
     for number in chosen:
@@ -164,7 +170,8 @@ def verify_reference(
         for name, (ours, theirs) in errors.items():
             ours.add(sample[name].float(), fp32[name])
             theirs.add(bf16[name], fp32[name])
-    report = ReferenceReport()
+        if norm is not None:
+            of_norm.add(norm(fp32["final_pre_norm"]), fp32["final_post_norm"])
     report.counts = {
         "samples_compared": len(chosen),
         "tokens_compared": next(iter(errors.values()))[0].tokens if chosen else 0,
@@ -181,6 +188,7 @@ def verify_reference(
             f"{name:<16} {_origin(name, spec):>10} {ours.norm:9.5f} {theirs.norm:9.5f} {ours.token:9.5f} "
             f"{theirs.token:9.5f}  {ours.samples[worst]:.4f} {names[worst][0]}"
         )
+    _judge_norm(report, of_norm)
     return report
 
 
@@ -202,6 +210,14 @@ def _origin(column: str, spec: CaptureSpec) -> str:
     if not number.isdigit():
         return "norm" if column == "final_post_norm" else f"layer {spec.num_hidden_layers - 1}"
     return f"layer {int(number) - 1}" if number != "0" else "embedding"
+
+
+def _judge_norm(report: ReferenceReport, errors: Errors) -> None:
+    """Both sides are fp32: only the weight may be rounded, where the reference's is kept in another dtype."""
+    worst = float(np.max(errors.worst_elements, initial=0.0))  # a NaN stays one
+    if not worst <= FLOOR:
+        detail = f"is not the model's final norm: an element of its post-norm states is {worst:.3f} off (relative)"
+        report.add("norm", FINAL_NORM, f"{detail}, {FLOOR:g} allowed")
 
 
 def _judge(report: ReferenceReport, column: str, ours: Errors, theirs: Errors, names: list[tuple[str, str]]) -> None:
