@@ -73,9 +73,9 @@ def resolve_layers(value: Any, num_hidden_layers: int) -> tuple[int, ...]:
     """
     n = num_hidden_layers
     if value == "eagle3":
-        if n < 6:
+        if n < 7:  # of 6 layers, N//2 and N-3 are one and the same
             raise ConfigError(
-                f"layers = eagle3: needs a model of at least 6 decoder layers, this one has {n}; "
+                f"layers = eagle3: needs a model of at least 7 decoder layers, this one has {n}; "
                 f"list the ids, for example layers=[1,{n}]"
             )
         return (2, n // 2, n - 3)

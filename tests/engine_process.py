@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hs_ray.engine.canary import Passed, check
 from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
 from hs_ray.engine.patching import installed_release
@@ -77,10 +78,10 @@ class EngineProcess:
         result: list[Captured] = self._take(RUN_S)
         return result[len(first) :]
 
-    def canary(self) -> dict[str, float]:
+    def canary(self) -> Passed:
         self.connection.send(("canary", None))
-        result: dict[str, float] = self._take(RUN_S)
-        return result
+        passed: Passed = self._take(RUN_S)
+        return passed
 
     def find(self, title: str) -> int:
         """Pid of its child with that title."""
@@ -103,8 +104,6 @@ class EngineProcess:
 
 
 def _serve(connection: Connection, options: EngineOptions) -> None:
-    from hs_ray.engine import canary
-
     try:
         engine = HiddenStateEngine(options, poison=True)
         connection.send({})
@@ -113,7 +112,7 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
             if what == "close":
                 engine.close()
                 return
-            connection.send(canary.check(engine) if what == "canary" else _run(engine, prompts))
+            connection.send(check(engine) if what == "canary" else _run(engine, prompts))
     except BaseException:  # noqa: BLE001  (told to the test, which raises it)
         connection.send(traceback.format_exc())
 

@@ -4,16 +4,26 @@ Equal work must give equal bits; the same tokens in other company must agree to 
 foreign row, a stale page or a shifted offset is off by about 1.
 """
 
+import logging
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from hs_ray.engine.engine import HiddenStateEngine, SampleStates
+from hs_ray.engine.engine import HiddenStateEngine, SampleStates, Ticket
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import CanaryError
+
+log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05  # relative error of a column; up to 0.01 was measured between batchings of dense models
 SHORT = 7
 LONGEST = {"cpu": 512, "cuda": 4096}  # tokens; on two cores a long prompt takes as long as a small job
+SHARES = (2, 3)  # the long prompt is split after a half and after a third of it
+PLUGS = (64, 512, 4096)  # tokens of a prompt that keeps the engine busy while the others queue up behind it
+
+Prompt = npt.NDArray[np.int32]
+States = list[npt.NDArray[np.uint16]]
 
 
 def relative_error(ours: npt.NDArray[np.uint16], reference: npt.NDArray[np.uint16]) -> float:
@@ -27,56 +37,83 @@ def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def check(engine: HiddenStateEngine, seed: int = 0) -> dict[str, float]:
-    """Run the canary. Returns the largest relative error by comparison; raises CanaryError."""
+@dataclass(frozen=True)
+class Answer:
+    states: States
+    parts: list[int]  # tokens of each forward pass that the prompt was split into
+
+
+@dataclass(frozen=True)
+class Passed:
+    errors: dict[str, float]  # the largest relative error of a column, by comparison
+    parts: list[list[int]]  # of the long prompt: alone, in company, in yet other company
+
+
+def check(engine: HiddenStateEngine, seed: int = 0) -> Passed:
+    """Run the canary. Raises CanaryError."""
     options = engine.options
-    most = LONGEST[options.device]
-    chunk = options.chunk if options.chunk > 0 else most
-    longest = min(options.max_seq_len, max(2 * chunk + 9, 16), most)
     rng = np.random.default_rng(seed)
-    long = rng.integers(0, options.vocab_size, longest, dtype=np.int32)
-    short = rng.integers(0, options.vocab_size, min(SHORT, options.max_seq_len), dtype=np.int32)
+    chunk = options.chunk if options.chunk > 0 else LONGEST[options.device]
+    longest = min(options.max_seq_len, max(2 * chunk + 9, 16), LONGEST[options.device])
+    long, short = _prompt(rng, options, longest), _prompt(rng, options, SHORT)
     prefix = long[: max(1, min(chunk, longest) - 3)]
 
-    first = _states(engine, [short])[0]
-    if any(not np.array_equal(a, b) for a, b in zip(first, _states(engine, [short])[0], strict=True)):
+    first, repeated = (_run(engine, [short])[0].states for _ in range(2))
+    if any(not np.array_equal(a, b) for a, b in zip(first, repeated, strict=True)):
         raise CanaryError("canary: one prompt alone, sent twice, gave different bits")
-    alone = _states(engine, [long])[0]
-    # Fillers go first and use up part of the chunk, so that the long prompt is split, at another token each time.
-    first_company, second_company = (_fillers(rng, options, chunk, longest, share) for share in (2, 3))
-    mixed = _states(engine, [*first_company, short, long])
-    again = _states(engine, [*second_company, long, short])
-    part = _states(engine, [prefix])[0]
+    alone = _run(engine, [long])[0]
+    mixed, again = (_in_company(engine, rng, long, short, share, alone.parts) for share in SHARES)
+    part = _run(engine, [prefix])[0].states
     compared = {
-        "long prompt in other company": _largest(mixed[-1], alone),
-        "long prompt in yet other company": _largest(again[-2], alone),
-        "short prompt in other company": max(_largest(mixed[-2], first), _largest(again[-1], first)),
-        "first tokens alone": _largest(part, [column[: len(prefix)] for column in alone]),
+        "long prompt in other company": _largest(mixed[1].states, alone.states),
+        "long prompt in yet other company": _largest(again[1].states, alone.states),
+        "short prompt in other company": max(_largest(answers[0].states, first) for answers in (mixed, again)),
+        "first tokens alone": _largest(part, [column[: len(prefix)] for column in alone.states]),
     }
     wrong = [f"{name}: relative error {error:.3f}" for name, error in compared.items() if not error <= TOLERANCE]
     if wrong:
         raise CanaryError(
             f"canary: states depend on what else is in the batch (at most {TOLERANCE}): {'; '.join(wrong)}"
         )
-    return compared
+    return Passed(compared, [alone.parts, mixed[1].parts, again[1].parts])
 
 
-def _fillers(
-    rng: np.random.Generator, options: EngineOptions, chunk: int, longest: int, share: int
-) -> list[npt.NDArray[np.int32]]:
-    """Two prompts that leave room in a chunk for 1 / share of the long prompt (of the chunk, if that is shorter)."""
-    room = max(2, chunk - longest // share if longest <= chunk else chunk // share)
-    lengths = (room // 2, room - room // 2)
-    return [
-        rng.integers(0, options.vocab_size, max(1, min(options.max_seq_len, length)), dtype=np.int32)
-        for length in lengths
-    ]
+def _in_company(
+    engine: HiddenStateEngine, rng: np.random.Generator, long: Prompt, short: Prompt, share: int, alone: list[int]
+) -> list[Answer]:
+    """(short, long), sent behind prompts that leave room in the chunk for 1 / share of the long one.
+
+    They share a forward pass only if they wait for it together, so another prompt keeps the engine busy meanwhile: a
+    longer one where that one was through too soon. alone: the parts of the long prompt when it was sent alone.
+    """
+    options = engine.options
+    for plug in PLUGS:
+        company = _company(engine, rng, len(long), len(short), share)
+        answers = _run(engine, [_prompt(rng, options, plug), *company, short, long])[-2:]
+        if not company or answers[1].parts != alone:
+            return answers
+    log.warning("canary: the prompt of %d tokens was never split after 1/%d of it", len(long), share)
+    return answers
 
 
-def _states(engine: HiddenStateEngine, prompts: list[npt.NDArray[np.int32]]) -> list[list[npt.NDArray[np.uint16]]]:
-    """Copies of the states of prompts that are sent together."""
-    tickets = [engine.submit(prompt) for prompt in prompts]
-    results = []
+def _company(engine: HiddenStateEngine, rng: np.random.Generator, long: int, short: int, share: int) -> list[Prompt]:
+    """At least two prompts; none where chunks are off, or too few tokens fit into the engine at once to fill one."""
+    options, chunk = engine.options, engine.options.chunk
+    fill = chunk - (long // share if long <= chunk else chunk // share) - short
+    if fill < 2 or (PLUGS[-1] + fill + short + long) * options.spec.bytes_per_token > engine.ring.size:
+        return []
+    each = min(options.max_seq_len, -(-fill // 2))
+    return [_prompt(rng, options, min(each, fill - first)) for first in range(0, fill, each)]
+
+
+def _prompt(rng: np.random.Generator, options: EngineOptions, length: int) -> Prompt:
+    return rng.integers(0, options.vocab_size, min(length, options.max_seq_len), dtype=np.int32)
+
+
+def _run(engine: HiddenStateEngine, prompts: list[Prompt]) -> list[Answer]:
+    """What comes of prompts that are sent together; the states are copies."""
+    tickets: list[Ticket] = [engine.submit(prompt) for prompt in prompts]
+    answers = []
     for ticket, prompt in zip(tickets, prompts, strict=True):
         sample: SampleStates = ticket.future.result(timeout=1800)
         for name, stats in zip(engine.options.spec.columns, sample.stats, strict=True):
@@ -86,10 +123,10 @@ def _states(engine: HiddenStateEngine, prompts: list[npt.NDArray[np.int32]]) -> 
                     f"canary: {name} of a prompt of {len(prompt)} random tokens has {stats.nonfinite_rows} rows "
                     f"with NaN or Inf and {stats.zero_rows} rows of zeros"
                 )
-        results.append([state.copy() for state in sample.states])
+        answers.append(Answer([state.copy() for state in sample.states], ticket.parts))
         engine.release(ticket)
-    return results
+    return answers
 
 
-def _largest(ours: list[npt.NDArray[np.uint16]], reference: list[npt.NDArray[np.uint16]]) -> float:
+def _largest(ours: States, reference: States) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, reference, strict=True))

@@ -30,10 +30,10 @@ from hs_ray.engine.entry import SchedulerEntry
 from hs_ray.engine.options import EngineOptions, server_args, set_environment
 from hs_ray.engine.patching import check_installed
 from hs_ray.engine.ring import Extent, Ring
-from hs_ray.errors import CaptureError, HsRayError
+from hs_ray.errors import CaptureError, ConfigError, HsRayError
 from hs_ray.schema import ColumnStats
 
-LATE_SECONDS = 60.0  # between a request's answer and its last rows; they come over different channels
+LATE_SECONDS = 60.0  # between the end of a request and its last rows; they come over different channels
 KILLED_AT_ITS_START = "died during initialization (exit code: -"  # SGLang's words; negative: by that signal
 START_SECONDS = 1800.0  # a scheduler that has not connected by then never will
 
@@ -63,6 +63,8 @@ class Ticket:
         self.rid, self.num_tokens, self.extent, self.waited_s = rid, num_tokens, extent, waited_s
         self.future: Future[SampleStates] = Future()
         self.released = False
+        self.parts: list[int] = []  # tokens of each forward pass that the sample was split into
+        self.over = False  # SGLang is done with the request, whatever came of it
         self._covered = 0
         self._answered = False
         self._stats = [ColumnStats()] * columns
@@ -81,6 +83,7 @@ class Ticket:
                 )
                 return False
             self._covered += count
+            self.parts.append(count)
             self._stats = [
                 total + ColumnStats(count, *values) for total, values in zip(self._stats, stats, strict=True)
             ]
@@ -163,6 +166,7 @@ class HiddenStateEngine:
             raise CaptureError("the engine started but its capture never connected")
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="hs_ray-requests", daemon=True).start()
+        self._check_room()
 
     def _start(self) -> Any:
         set_environment()
@@ -192,6 +196,17 @@ class HiddenStateEngine:
                 raise  # what it raised itself, it would raise again
             self._died(f"the SGLang scheduler process was killed while it started: {error}")
             raise EngineDiedError(self._dead) from error
+
+    def _check_room(self) -> None:
+        """Raises ConfigError if the plan's longest sample can never be computed: SGLang would refuse it alone."""
+        most: int = self._engine.tokenizer_manager.max_req_input_len - 1  # SGLang refuses one of that length
+        if self.options.longest_tokens > most:
+            self.close()
+            raise ConfigError(
+                f"max_seq_len = {self.options.max_seq_len}: the longest sample has {self.options.longest_tokens:,} "
+                f"tokens, and the engine's KV cache has room for one of {most:,}; lower max_seq_len, raise "
+                f"engine.mem_fraction_static or engine.tp_size, or leave out +engine.args.max_total_tokens"
+            )
 
     @property
     def busy_s(self) -> float:
@@ -229,7 +244,10 @@ class HiddenStateEngine:
         if ticket.future.done() and ticket.future.exception() is None:
             self.ring.release(ticket.extent)
             return
-        # A copy into the extent may still be on its way, so it is never used again.
+        # A copy into the extent may still be on its way: it is used again once none can be, or never.
+        if ticket.over:
+            self._loop.call_soon_threadsafe(self._loop.call_later, LATE_SECONDS, self.ring.release, ticket.extent)
+            return
         self._lost_bytes += ticket.extent.size
         if self._lost_bytes > self.ring.size // 4:
             self._died(f"failed requests hold {self._lost_bytes:,} of {self.ring.size:,} bytes of shared memory")
@@ -246,8 +264,10 @@ class HiddenStateEngine:
             if info["prompt_tokens"] != ticket.num_tokens:
                 raise RequestError(f"sent {ticket.num_tokens} tokens, SGLang computed {info['prompt_tokens']}")
         except Exception as error:
+            ticket.over = True
             ticket.fail(error if isinstance(error, HsRayError) else RequestError(f"{type(error).__name__}: {error}"))
             return
+        ticket.over = True
         if ticket.answered():
             self._complete(ticket)
         else:

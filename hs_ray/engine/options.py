@@ -9,6 +9,7 @@ from hs_ray.schema import CaptureSpec
 
 CPU_CHUNK, CUDA_CHUNK = 2048, 16384  # tokens of one forward pass
 CPU_KV_TOKENS = 40_000
+CONTEXT_SPARE = 8  # SGLang refuses a prompt that does not leave so much of the context for an answer
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class EngineOptions:
     max_seq_len: int
     device: str  # cpu or cuda
     ring_bytes: int
+    longest_tokens: int = 0  # of the plan's samples; 0: not known
     tp_size: int = 1
     dtype: str = "bfloat16"
     trust_remote_code: bool = False
@@ -69,8 +71,8 @@ def server_args(options: EngineOptions) -> dict[str, Any]:
         "watchdog_timeout": 3600,
         "sleep_on_idle": True,  # a scheduler that waits for the disk must not spin on a core
     }
-    if options.max_seq_len >= options.context_length - 1:
-        args["context_length"] = options.max_seq_len + 8  # SGLang refuses a prompt of context_length
+    if options.max_seq_len + CONTEXT_SPARE > options.context_length:
+        args["context_length"] = options.max_seq_len + CONTEXT_SPARE
     if options.attention_backend:
         args["attention_backend"] = options.attention_backend
     if options.mem_fraction_static:

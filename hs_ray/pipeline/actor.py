@@ -26,10 +26,13 @@ from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
 from hs_ray.model import local_weights, resolve_model
 from hs_ray.pipeline.board import EngineState, Reporter
+from hs_ray.pipeline.resources import fit_ring, node_memory
 from hs_ray.plan import read_unit
 from hs_ray.schema import Marker, Sample, marker_path
 from hs_ray.storage import Storage, when_there_is_room
 from hs_ray.writer import ShardWriter, shard_is_whole
+
+START_DEATHS = 3  # of one engine, in a row, before the run ends
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,16 @@ class Gate:
 
 
 class UnitError(Exception):
-    """Carries an exception to the driver, as its first argument: Ray Data adds advice of its own to a text."""
+    """Carries an exception to the driver, as its first argument: Ray Data adds advice of its own to a text.
+
+    Ray Data retries by the text: a disk's or a store's errors may pass, and what is wrong stays wrong.
+    """
+
+    TRANSIENT = "try the unit again"
+
+    def __str__(self) -> str:
+        kind = self.TRANSIENT if isinstance(self.args[0], OSError) else "the unit failed"
+        return f"{kind}: {self.args[0]}"
 
 
 class HiddenStateExtractor:
@@ -105,8 +117,16 @@ class HiddenStateExtractor:
         self.reporter = Reporter(
             board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
         )
+        actor = ray.get_runtime_context().get_actor_id()
         try:
+            if (start := ray.get(board.starting.remote(actor))) > START_DEATHS:
+                raise RunError(
+                    f"an engine of node {node} died {start - 1} times in a row while it started; its output, in this "
+                    f"log and the actor's, says why (out of memory: lower engine.mem_fraction_static, raise "
+                    f"engine.tp_size)"
+                )
             self.engine = self._prepare()
+            board.started.remote(actor)
             self.reporter.set("running")
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
             self._failure = error
@@ -134,7 +154,8 @@ class HiddenStateExtractor:
             raise RunError(
                 f"model.path = {info.name}: the copy of node {self.reporter.state.node} differs from the driver's"
             )
-        return replace(self.job.options, model_path=local_weights(info))
+        options = replace(self.job.options, model_path=local_weights(info))
+        return fit_ring(options, node_memory())
 
     def _refresh(self, state: EngineState) -> None:
         if self.engine is not None:

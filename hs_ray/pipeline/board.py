@@ -36,6 +36,18 @@ class Board:
     def __init__(self) -> None:
         self._states: dict[str, tuple[float, EngineState]] = {}
         self._draining = False
+        self._starts: dict[str, int] = {}  # by actor, since it last ran
+
+    def starting(self, actor: str) -> int:
+        """An actor's process begins. Returns how often it has begun in a row without coming to run, this one too.
+
+        Ray starts an actor that a signal killed again under the same id, and counts only constructors that raise.
+        """
+        self._starts[actor] = self._starts.get(actor, 0) + 1
+        return self._starts[actor]
+
+    def started(self, actor: str) -> None:
+        self._starts.pop(actor, None)
 
     def push(self, state: EngineState) -> bool:
         """Returns whether engines are to begin no more units."""

@@ -12,14 +12,14 @@ import ray
 import ray.data
 
 from hs_ray.errors import HsRayError, RunError
-from hs_ray.pipeline.actor import ActorJob, HiddenStateExtractor, UnitError
+from hs_ray.pipeline.actor import START_DEATHS, ActorJob, HiddenStateExtractor, UnitError
 from hs_ray.pipeline.board import Board
 from hs_ray.pipeline.history import History
 from hs_ray.pipeline.progress import Progress, Total
 from hs_ray.schema import Marker
 
 MOST_BLOCKS = 10_000  # each costs Ray Data a task; beyond this a block is several units
-INIT_DEATHS = 3  # engine starts that die one after the other before the run ends
+UNIT_RETRIES = 3  # of a unit whose disk or store failed, seconds apart
 NO_PROGRESS_S = 24 * 3600  # a full disk is waited for, and is no progress
 CLEANUP_S = 20.0
 
@@ -65,7 +65,7 @@ def extract_units(extraction: Extraction) -> Iterator[Marker]:
 
 
 def _configure() -> None:
-    """Ray Data's own settings: nothing dropped, nothing retried in silence, nothing but our lines printed."""
+    """Ray Data's own settings: nothing dropped, nothing but our lines printed."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     for name in ("exceptions", "_internal.execution.streaming_executor_state"):
         # They say what we say, with the advice to ignore errors or to report them to Ray.
@@ -74,7 +74,9 @@ def _configure() -> None:
     context = ray.data.DataContext.get_current()
     context.max_errored_blocks = 0
     context.raise_original_map_exception = True  # else only the text of an actor's exception arrives
-    context.max_consecutive_actor_init_deaths = INIT_DEATHS
+    context.retried_map_errors = [UnitError.TRANSIENT]
+    context.max_map_retries = UNIT_RETRIES
+    context.max_consecutive_actor_init_deaths = START_DEATHS
     context.actor_init_retry_on_errors = False
     context.execution_no_progress_timeout_s = NO_PROGRESS_S
     context.enable_progress_bars = False

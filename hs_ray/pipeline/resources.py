@@ -1,12 +1,14 @@
 """What the cluster gives to this job: the device, how many engines, and each one's options."""
 
 import os
+from dataclasses import replace
 
 from hs_ray.config import ExtractJob
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import ConfigError
 from hs_ray.pipeline.cluster import Cluster
 from hs_ray.plan import ResolvedJob
+from hs_ray.schema import CaptureSpec
 
 RING_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}  # shared memory of one engine, unless the plan needs more
 ROWS_IN_RING = 4  # the longest sample must fit this often
@@ -47,24 +49,17 @@ def units_at_once(job: ExtractJob) -> int:
 
 
 def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tokens: int) -> EngineOptions:
-    """One engine's options. Raises ConfigError if its shared memory cannot hold the longest sample several times."""
+    """One engine's options. Raises ConfigError if fewer tokens may be in flight than the longest sample needs."""
     job, spec = resolved.job, resolved.spec
-    need = ROWS_IN_RING * longest_tokens * spec.bytes_per_token
+    least = _least_ring(longest_tokens, spec)
     if job.engine.max_inflight_tokens == "auto":
-        ring = max(RING_BYTES[device], need)
+        ring = max(RING_BYTES[device], least)
     else:
         ring = job.engine.max_inflight_tokens * spec.bytes_per_token
-    if ring < need:
+    if ring < least:
         raise ConfigError(
             f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: the longest sample has {longest_tokens:,} "
             f"tokens, and {ROWS_IN_RING} of them must fit: at least {ROWS_IN_RING * longest_tokens:,}, or auto"
-        )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if ring > memory // 2:
-        raise ConfigError(
-            f"engine.max_inflight_tokens = {job.engine.max_inflight_tokens}: {ROWS_IN_RING} x {longest_tokens:,} "
-            f"tokens x {spec.bytes_per_token:,} bytes = {ring:,} bytes of shared memory, more than half of this "
-            f"machine's {memory:,}; lower max_seq_len, or capture fewer layers"
         )
     engine = job.engine
     return EngineOptions(
@@ -77,6 +72,7 @@ def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tok
         max_seq_len=job.max_seq_len,
         device=device,
         ring_bytes=ring,
+        longest_tokens=longest_tokens,
         tp_size=engine.tp_size,
         trust_remote_code=job.model.trust_remote_code,
         chunked_prefill_size=engine.chunked_prefill_size,
@@ -84,3 +80,27 @@ def engine_options(resolved: ResolvedJob, release: str, device: str, longest_tok
         attention_backend=engine.attention_backend,
         args=dict(engine.args),
     )
+
+
+def _least_ring(longest_tokens: int, spec: CaptureSpec) -> int:
+    return ROWS_IN_RING * longest_tokens * spec.bytes_per_token
+
+
+def fit_ring(options: EngineOptions, memory: int) -> EngineOptions:
+    """For the node that the engine runs on: no more than half of its memory. memory: bytes.
+
+    Raises ConfigError if the longest sample does not fit into that several times.
+    """
+    least, most = _least_ring(options.longest_tokens, options.spec), memory // 2
+    if least > most:
+        raise ConfigError(
+            f"max_seq_len = {options.max_seq_len}: the longest sample needs {ROWS_IN_RING} x "
+            f"{options.longest_tokens:,} tokens x {options.spec.bytes_per_token:,} bytes = {least:,} bytes of shared "
+            f"memory, more than half of this node's {memory:,}; lower max_seq_len, or capture fewer layers"
+        )
+    return replace(options, ring_bytes=min(options.ring_bytes, most))
+
+
+def node_memory() -> int:
+    """Bytes of RAM of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

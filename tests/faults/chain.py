@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scripted import TOKENS_PER_S, WRITER_DIES_AFTER, states_of
+from scripted import TOKENS_PER_S, WRITER_FAILS_AT, states_of
 
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import ATTEMPTS, DONE, TMP
@@ -178,7 +178,7 @@ class Chain:
 def kill_often(chain: Chain, rng: random.Random, kills: int, kinds: list[str], longest_s: float) -> None:
     """So many kills, of kinds drawn from `kinds`; a start goes on until its driver is killed or it is through."""
     while sum(chain.counts[kind] for kind in set(kinds)) < kills:
-        dying = {WRITER_DIES_AFTER: str(rng.randrange(1, 40))} if "writer" in kinds and rng.random() < 0.2 else {}
+        dying = {WRITER_FAILS_AT: f"{rng.randrange(1, 40)}-"} if "writer" in kinds and rng.random() < 0.2 else {}
         victim = chain.start(**dying)
         finished = _strike(chain, victim, rng, kinds, longest_s, bool(dying))
         chain.judge(victim, finished)

@@ -5,6 +5,7 @@ so that every value of every shard can be checked. Run as a script it takes the 
 """
 
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,8 @@ from hs_ray.verify.rows import measure
 
 IN_ENGINE = 32  # samples at most, as the shared memory of a real one bounds them
 TOKENS_PER_S = "HS_RAY_TEST_TOKENS_PER_S"
-WRITER_DIES_AFTER = "HS_RAY_TEST_WRITER_DIES_AFTER"  # samples written by one actor
+WRITER_FAILS_AT = "HS_RAY_TEST_WRITER_FAILS_AT"  # samples written by one actor; "5" once, "5-" from there on
+START_DIES = "HS_RAY_TEST_START_DIES"  # set: the engine's process is killed whenever it starts
 
 
 def states_of(ids: np.ndarray, columns: int, hidden: int) -> list[np.ndarray]:
@@ -83,12 +85,15 @@ class ScriptedExtractor(HiddenStateExtractor):
     written = 0
 
     def _start(self, options: EngineOptions) -> Any:
+        if START_DIES in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
         return ScriptedEngine(options)
 
     def _written(self, tokens: int) -> None:
         super()._written(tokens)
         self.written += 1
-        if self.written == int(os.environ.get(WRITER_DIES_AFTER, "0")):
+        first, *onwards = os.environ.get(WRITER_FAILS_AT, "0").split("-")
+        if self.written == int(first) or (onwards and self.written > int(first)):
             raise OSError(5, "Input/output error (injected)")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from chain import REAL, Chain, kill_often, scripted_chain, write_samples
 from s3 import Bucket
+from scripted import START_DIES
 
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import ATTEMPTS, DONE
@@ -92,7 +93,7 @@ def test_sigterm_finishes_what_is_in_hand(tmp_path: Path) -> None:
 def test_what_fails_in_an_actor_is_one_message(tmp_path: Path) -> None:
     """A disk's error ends the run with 1, one that the user can mend with 2; neither as Ray's trace."""
     chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=40)
-    victim = chain.start(**{chains.WRITER_DIES_AFTER: "5"})
+    victim = chain.start(**{chains.WRITER_FAILS_AT: "5-"})
     assert victim.wait() == 1 and victim.leftovers() == []
     said = "the run failed: OSError: [Errno 5] Input/output error (injected); run the same command again to resume"
     assert said in chain.tail().splitlines()
@@ -102,6 +103,22 @@ def test_what_fails_in_an_actor_is_one_message(tmp_path: Path) -> None:
     assert victim.wait() == 2 and victim.leftovers() == []
     assert ", cannot be read (" in chain.tail() and "restore the file, or start a run in another folder" in chain.tail()
     assert "Traceback" not in chain.tail() and "ray.data" not in chain.tail() and "UDF" not in chain.tail()
+
+
+def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
+    chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=40)
+    victim = chain.start(**{chains.WRITER_FAILS_AT: "5"})
+    assert victim.wait() == 0, chain.tail()
+    chain.judge(victim, finished=True)
+
+
+def test_an_engine_that_is_killed_whenever_it_starts_ends_the_run(tmp_path: Path) -> None:
+    """Ray itself would start it again and again."""
+    chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=40)
+    victim = chain.start(**{START_DIES: "1"})
+    assert victim.wait() == 1 and victim.leftovers() == []
+    assert "died 3 times in a row while it started" in chain.tail()
+    assert "Traceback" not in chain.tail()
 
 
 @pytest.mark.faults

@@ -112,4 +112,8 @@ def test_many_requests_of_random_lengths_each_get_their_own_rows(tiny_llama: Pat
 
 
 def test_canary(llama: EngineProcess) -> None:
-    assert max(llama.canary().values()) <= NOISE
+    passed = llama.canary()
+    assert max(passed.errors.values()) <= NOISE
+    alone, company, other = passed.parts
+    assert sum(alone) == sum(company) == sum(other)
+    assert alone != company != other != alone, "the long prompt is to be split at different places"

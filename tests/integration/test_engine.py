@@ -88,7 +88,11 @@ def test_one_prompt_many_times_over_is_whole_each_time(llama: EngineProcess, tog
 
 
 def test_canary_passes(llama: EngineProcess) -> None:
-    assert max(llama.canary().values()) <= NOISE
+    passed = llama.canary()
+    assert max(passed.errors.values()) <= NOISE
+    alone, company, other = passed.parts
+    assert sum(alone) == sum(company) == sum(other)
+    assert alone != company != other != alone, "the long prompt is to be split at different places"
 
 
 def test_many_random_prompts_each_get_their_own_rows(tiny_llama: Path, llama: EngineProcess) -> None:
@@ -175,6 +179,28 @@ def test_twenty_engines_that_start_four_at_a_time(tiny_llama: Path) -> None:
     for result in seen:
         assert result.error is None
         assert all(np.array_equal(a, b) for a, b in zip(result.states, seen[0].states, strict=True))
+
+
+def test_requests_that_sglang_refuses_cost_no_one_else(tiny_llama: Path) -> None:
+    """Their shared memory comes back: two of them would have been more than an engine may lose."""
+    spec = options_for(tiny_llama).spec
+    too_long = prompts(1024, (1500,))[0]
+    ring = 4 * len(too_long) * spec.bytes_per_token
+    engine = EngineProcess(options_for(tiny_llama, args={"max_total_tokens": 1000}, ring_bytes=ring))
+    others = prompts(1024, (50, 129, 300))
+    try:
+        results = engine.run([others[0], too_long, others[1], too_long, too_long, others[2]])
+    finally:
+        engine.close()
+    assert [(result.error or "")[:12] for result in results] == [
+        "",
+        "RequestError",
+        "",
+        "RequestError",
+        "RequestError",
+        "",
+    ]
+    check_against_transformers(tiny_llama, [result for result in results if result.error is None], others)
 
 
 def test_a_prefix_cache_forced_on_is_caught(tiny_llama: Path) -> None:
