@@ -10,13 +10,16 @@ it. Exit code 1 if the states are not those of transformers.
 import _checkout  # noqa: F401  (makes the clone importable)
 
 from hs_ray.config import ProveJob, run_job
+from hs_ray.engine.arguments import check_arguments
 from hs_ray.engine.patching import check_installed
 from hs_ray.model import resolve_model
 from hs_ray.prove import keep, prove, request_for
 
 
 def main(job: ProveJob) -> int:
-    request = request_for(job, resolve_model(job.model), check_installed().release)
+    release = check_installed().release
+    check_arguments(job.engine.args)
+    request = request_for(job, resolve_model(job.model), release)
     print(f"hs_ray: proving {request.key}, a minute or more", flush=True)
     proof = prove(request, job.prove.limit_seconds)
     print("\n".join([f"{proof.key}, captured by: {proof.how}", *proof.table]), flush=True)

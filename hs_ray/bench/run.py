@@ -11,6 +11,7 @@ from hs_ray.bench.ways import Bare, Capture, CaptureWrite, Setting, Transformers
 from hs_ray.bench.whole_job import run_whole_job
 from hs_ray.config import BenchJob
 from hs_ray.engine import patching
+from hs_ray.engine.arguments import check_arguments
 from hs_ray.engine.options import EngineOptions
 from hs_ray.model import local_weights
 from hs_ray.pipeline.resources import engine_options, units_at_once
@@ -24,6 +25,7 @@ def resolve_bench(job: BenchJob) -> Setting:
     resolved = resolve(job)
     longest = max([*job.bench.prompt_tokens, job.max_seq_len if job.bench.mix else 1])
     patch = patching.check_installed()
+    check_arguments(job.engine.args)
     options = engine_options(resolved, patch.release, _device(job), longest)
     options = EngineOptions(**{**vars(options), "model_path": local_weights(resolved.model)})
     return Setting(options, job.bench.path or "/dev/shm", units_at_once(job), job.output.compression.value)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hs_ray.engine.patching import sglang_root
+from hs_ray.errors import ConfigError
 
 # 0.5.17 has them all as fields of one class, 0.5.23 in a file a subject.
 PLACES = ("server_args.py", "arg_groups/fields/*.py")
@@ -25,11 +26,13 @@ def _fields(path: Path) -> Iterator[str]:
                     yield line.target.id
 
 
-def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """One problem for each name under `engine.args` that the installed SGLang does not take."""
+def check_arguments(names: Iterable[str]) -> None:
+    """Raises ConfigError with a problem for each name under `engine.args` that the installed SGLang does not take."""
     given = list(names)
     known = known_arguments() if given else set()
-    return [_problem(name, known) for name in given if name not in known]
+    problems = [_problem(name, known) for name in given if name not in known]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _problem(name: str, known: set[str]) -> str:

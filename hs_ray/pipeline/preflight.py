@@ -7,6 +7,7 @@ from typing import Any
 from hs_ray import prove
 from hs_ray.config import ExtractJob, OnExisting
 from hs_ray.engine import patching
+from hs_ray.engine.arguments import check_arguments
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.inputs import Source, list_sources
 from hs_ray.model import ModelInfo
@@ -35,6 +36,7 @@ def preflight(job: ExtractJob) -> Preflight:
     with collecting(problems):
         patching.check_installed()
         versions = patching.versions()
+        check_arguments(job.engine.args)
     with collecting(problems):
         resolved = resolve(job, partial(_check_supported, versions.get("sglang"), job.engine.device))
     with collecting(problems):

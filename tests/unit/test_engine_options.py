@@ -73,8 +73,10 @@ def test_shared_memory_is_at_most_half_of_the_node() -> None:
 def test_arguments_that_the_installed_sglang_does_not_take() -> None:
     for device in ("cpu", "cuda"):
         given = server_args(options(device=device, attention_backend="triton", mem_fraction_static=0.8))
-        assert arguments.unknown_arguments(given) == []
-    assert arguments.unknown_arguments(["quantisation", "max-total-tokens", "xyzzy"]) == [
+        arguments.check_arguments(given)
+    with pytest.raises(ConfigError) as caught:
+        arguments.check_arguments(["quantisation", "max-total-tokens", "xyzzy"])
+    assert caught.value.problems == [
         "engine.args.quantisation: the installed SGLang has no such argument; did you mean quantization or "
         "quantization_param_path?",
         "engine.args.max-total-tokens: the installed SGLang has no such argument; did you mean max_total_tokens?",
