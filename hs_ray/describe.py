@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hs_ray.errors import ShardError
 from hs_ray.reader import HiddenStatesDataset, Output
 from hs_ray.reader.output import load_markers
+from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import REJECTED, SAMPLES
+from hs_ray.storage import Storage, open_storage
+from hs_ray.verify.run import read_run
 
 BAR = 40  # characters of the longest bar
 
@@ -61,6 +66,7 @@ class Description:
 
 def describe(path: str, storage_options: Mapping[str, Any] | None = None) -> Description:
     """Look at an output, finished or not. Raises OutputError where there is none, ShardError for damage in its way."""
+    read_run(open_storage(path, storage_options))
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "storage_options": storage_options, "incomplete": True}
     dataset = HiddenStatesDataset(path, **options)
     output, plan = dataset.output, dataset.output.run["plan"]
@@ -102,8 +108,7 @@ def _planned_lengths(output: Output, units: set[int]) -> np.ndarray:
     for info in output.storage.list(SAMPLES):
         if not info.path.endswith(".parquet"):
             continue
-        with output.storage.open(info.path) as file:
-            table = pq.ParquetFile(file).read(columns=["input_ids", "unit"])
+        table = _read(output.storage, info.path, ["input_ids", "unit"])
         sizes = table.column("input_ids").combine_chunks().value_lengths().to_numpy()
         parts.append(sizes[np.isin(table.column("unit").to_numpy(), sorted(units))])
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
@@ -112,8 +117,21 @@ def _planned_lengths(output: Output, units: set[int]) -> np.ndarray:
 def _rejected(output: Output) -> Counter[str]:
     if not output.storage.exists(REJECTED):
         return Counter()
-    with output.storage.open(REJECTED) as file:
-        return Counter(pq.ParquetFile(file).read(columns=["code"]).column("code").to_pylist())
+    return Counter(_read(output.storage, REJECTED, ["code"]).column("code").to_pylist())
+
+
+def _read(storage: Storage, path: str, columns: list[str]) -> pa.Table:
+    """Columns of a file of the plan. Raises ShardError, naming it, where they cannot be read."""
+    try:
+        with storage.open(path) as file:
+            table = pq.ParquetFile(file).read(columns=columns)
+    except READ_ERRORS as error:
+        raise ShardError(f"{storage.root}/{path}: cannot be read ({error}); restore the file") from error
+    if table.column_names != columns:
+        raise ShardError(
+            f"{storage.root}/{path}: no file of a plan, it has {', '.join(table.column_names) or 'nothing'}"
+        )
+    return table
 
 
 def _summary(lengths: np.ndarray) -> dict[str, int]:

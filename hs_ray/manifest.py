@@ -84,7 +84,9 @@ def _indexed(storage: Storage, done: dict[int, FileInfo]) -> dict[int, Marker]:
     doubtful: set[int] = set()
     for info, content in zip(files, storage.read_many([info.path for info in files]), strict=True):
         for line in content.splitlines():
-            marker = Marker.from_json(line)
+            marker = _parse(line)
+            if marker is None:
+                continue  # only a copy is damaged: the marker itself is read
             there = done.get(marker.unit)
             if there is None or there.mtime >= info.mtime or found.setdefault(marker.unit, marker) != marker:
                 doubtful.add(marker.unit)
@@ -108,12 +110,13 @@ def list_markers(storage: Storage) -> dict[int, Marker | None]:
     return dict(sorted(markers.items()))
 
 
-def _parse(content: bytes, unit: int) -> Marker | None:
+def _parse(content: bytes, unit: int | None = None) -> Marker | None:
+    """The marker in a file or in a line; None for anything else, a marker of another `unit` among it."""
     try:
         marker = Marker.from_json(content)
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         return None
-    return marker if marker.unit == unit else None
+    return marker if unit in (None, marker.unit) else None
 
 
 def distrust(marker: Marker | None, fingerprint: str, sizes: dict[str, int]) -> str | None:

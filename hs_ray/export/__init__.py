@@ -26,7 +26,10 @@ from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
 from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm, open_output
+from hs_ray.reader.output import load_markers
+from hs_ray.schema import RUN_JSON, SHARDS
 from hs_ray.storage import open_storage
+from hs_ray.verify.run import read_run
 
 NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
 EXPORTERS: dict[str, type[Exporter]] = {
@@ -74,7 +77,9 @@ def export(
     export, ShardError for states that no trainer should see (which trainers do not check).
     """
     options = dict(storage_options or {})
-    output = open_output(open_storage(path, options), incomplete)
+    storage = open_storage(path, options)
+    read_run(storage)
+    output = open_output(storage, incomplete)
     if output.elsewhere:
         raise OutputError(
             f"output.path = {path}: {sum(output.elsewhere.values()):,} shards are on other nodes' own disks "
@@ -85,22 +90,41 @@ def export(
         raise ConfigError(
             f"export.draft_vocab_size = {draft_vocab_size}: from 1 to the model's vocabulary, {exporter.vocab_size}"
         )
-    folder = _prepare(Path(target), exporter, output, log)
+    note = _note(exporter, output)
+    folder = _prepare(Path(target), exporter, output, note, draft_vocab_size, log)
     firsts = np.cumsum([0] + [shard.samples for shard in output.shards]).tolist()
     tasks = [_Task(path, str(folder), exporter, incomplete, options, i, firsts[i]) for i in range(len(output.shards))]
     totals = _run(tasks, workers, output, exporter, log)
+    if draft_vocab_size is not None:
+        _check_learnt(totals, draft_vocab_size)
+    note |= {"draft_vocab_size": draft_vocab_size}
+    _write_note(folder, note)  # before the mapping: one that is there is noted
     exporter.finish(folder, totals, draft_vocab_size)
-    note = _note(exporter, output) | {"complete": True, "draft_vocab_size": draft_vocab_size}
-    write_whole(folder, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
+    note |= {"complete": True}
+    _write_note(folder, note)
     shutil.rmtree(folder / TMP, ignore_errors=True)
     return note
 
 
+def _check_learnt(totals: Totals, draft_vocab_size: int) -> None:
+    """A draft vocabulary of tokens that are never learnt would be the first ids, silently."""
+    if not totals.token_counts.any():
+        raise ConfigError(
+            f"export.draft_vocab_size = {draft_vocab_size}: takes the most frequent learnt tokens, and no loss_mask "
+            f"has a 1; export without it, or extract from samples with answers"
+        )
+
+
 def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
+    """What the files of an export are made from: another output, or the same one extracted anew, differs in it."""
+    markers = load_markers(output.storage)
     return {
         "target": exporter.name,
         "fingerprint": output.fingerprint,
-        "units": [shard.unit for shard in output.shards],
+        "shards": [
+            {"unit": shard.unit, "samples": shard.samples, "sha256": markers[shard.unit].sha256}
+            for shard in output.shards
+        ],
         "model": exporter.model,
         "samples": output.samples,
         "tokens": output.tokens,
@@ -108,30 +132,32 @@ def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
         "layer_ids": list(exporter.choice.layers),
         "output_of_layers": exporter.choice.outputs_of,
         exporter.name: exporter.layers_note(),
+        "draft_vocab_size": None,
         "complete": False,
     }
 
 
-def _prepare(target: Path, exporter: Exporter, output: Output, log: Log) -> Path:
+def _write_note(folder: Path, note: dict[str, Any]) -> None:
+    write_whole(folder, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
+
+
+def _prepare(
+    target: Path, exporter: Exporter, output: Output, note: dict[str, Any], draft_vocab_size: int | None, log: Log
+) -> Path:
     """Say the size, make sure that it fits and that the folder is ours."""
-    note, size = _note(exporter, output), exporter.sample_bytes(output.tokens) + 2048 * output.samples
+    _check_outside(target, output)
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"export.path = {target}: cannot be made ({error.strerror})") from None
-    there = 0
+    there, mapping = 0, None
     if (target / NOTE).exists():
-        old = json.loads((target / NOTE).read_text())
-        for name in ("target", "fingerprint", "units"):
-            if old.get(name) != note[name]:
-                raise OutputError(
-                    f"export.path = {target}: holds another export ({name} differs); choose another folder"
-                )
+        mapping = _check_same(target, note, draft_vocab_size)
         there = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-        shutil.rmtree(target / TMP, ignore_errors=True)
-    elif any(target.iterdir()):
+    elif any(entry.name != TMP for entry in target.iterdir()):  # a start that was cut off leaves that alone
         raise OutputError(f"export.path = {target}: is not empty and not an export of ours; choose another folder")
-    free = shutil.disk_usage(target).free
+    shutil.rmtree(target / TMP, ignore_errors=True)
+    free, size = shutil.disk_usage(target).free, exporter.sample_bytes(output.tokens) + 2048 * output.samples
     what = f"{output.samples:,} samples, {output.tokens:,} tokens"
     log(f"{exporter.name}: {what}, {size / 1e9:,.2f} GB ({free / 1e9:,.1f} GB free)")
     for name, value in exporter.layers_note().items():
@@ -140,8 +166,42 @@ def _prepare(target: Path, exporter: Exporter, output: Output, log: Log) -> Path
         raise OutputError(
             f"export.path = {target}: {(size - there) / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free"
         )
-    write_whole(target, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
+    _write_note(target, note | {"draft_vocab_size": mapping})
     return target.resolve()
+
+
+def _check_outside(target: Path, output: Output) -> None:
+    """Not inside the output, whose readers would take the files for shards."""
+    for path in (RUN_JSON, f"{SHARDS}/x"):  # shards may be on a disk of their own
+        local = output.storage.local_path(path)
+        root = Path(local).resolve().parents[1] if local else None
+        if root and target.resolve().is_relative_to(root):
+            raise OutputError(f"export.path = {target}: is inside the output, {root}; choose a folder elsewhere")
+
+
+def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None) -> int | None:
+    """What is in the folder was made from the very same shards, so its files need not be made again.
+
+    Returns the size of the draft vocabulary whose mapping is there, None for none.
+    """
+    advice = "choose another folder, or remove this one"
+    try:
+        old = json.loads((target / NOTE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise OutputError(f"export.path = {target}: {NOTE} cannot be read ({error}); {advice}") from None
+    if not isinstance(old, dict):
+        raise OutputError(f"export.path = {target}: {NOTE} is no note of ours; {advice}")
+    for name in ("target", "fingerprint", "shards"):
+        if old.get(name) != note[name]:
+            what = "its shards are others: the output was extracted anew or has grown" if name == "shards" else ""
+            raise OutputError(f"export.path = {target}: holds another export ({what or f'{name} differs'}); {advice}")
+    mapping: int | None = old.get("draft_vocab_size")
+    if mapping not in (None, draft_vocab_size):  # where there is none, one is added
+        raise OutputError(
+            f"export.path = {target}: holds another export (with export.draft_vocab_size={mapping}); "
+            f"give the same, {advice}"
+        )
+    return mapping
 
 
 def _run(tasks: list[_Task], workers: int, output: Output, exporter: Exporter, log: Log) -> Totals:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hs_ray.errors import ConfigError, ShardError
+from hs_ray.errors import ConfigError, OutputError, ShardError
 from hs_ray.reader import FinalNorm, Output
 from hs_ray.schema import FINAL_NORM, STATE_BYTES
 
@@ -167,15 +167,36 @@ def check_sample(sample: dict[str, Any], columns: Sequence[str], hidden_size: in
 
 
 def write_whole(folder: Path, name: str, write: Any) -> None:
-    """`write(path)` into a temporary file, then move it to `folder/name`: a file with its name is whole."""
+    """`write(path)` into a temporary file, then move it to `folder/name`: a file with its name is whole.
+
+    Raises OutputError if the disk does not take it.
+    """
     target = folder / name
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder / TMP / f"{os.getpid()}-{target.name}"
-    temporary.parent.mkdir(exist_ok=True)
-    write(temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.parent.mkdir(exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        raise OutputError(
+            f"export.path = {folder}: {name} cannot be written ({error.strerror or error}); make room or choose "
+            f"another folder, and run the same command again"
+        ) from error
+
+
+def write_npy_mapping(folder: Path, token_counts: np.ndarray, draft_vocab_size: int) -> None:
+    """`d2t.npy`, `t2d.npy`: the vocabulary mapping as speculators reads it."""
+    d2t, t2d = vocab_mapping(token_counts, draft_vocab_size)
+    for name, values in (("d2t.npy", d2t.numpy()), ("t2d.npy", t2d.numpy())):
+        write_whole(folder, name, lambda path, values=values: _save_npy(path, values))
+
+
+def _save_npy(path: Path, values: np.ndarray) -> None:
+    with path.open("wb") as file:  # given a name, numpy would add `.npy` to it
+        np.save(file, values)
 
 
 def vocab_mapping(token_counts: np.ndarray, draft_vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,8 @@ import torch
 from hs_ray.export.common import Exporter, Record, Totals, vocab_mapping, write_whole
 from hs_ray.schema import unit_name
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+MAX_NAME_BYTES = 200  # of the 255 that file systems allow; ours in the making have some more
 
 
 class ModelOptExporter(Exporter):
@@ -33,7 +34,8 @@ class ModelOptExporter(Exporter):
 
     def file_name(self, number: int, unit: int, sample_id: str) -> str:
         """The stem is the conversation's id, as in its own dumps; a hash of an id that is no file name."""
-        stem = sample_id if PLAIN_NAME.fullmatch(sample_id) else hashlib.sha256(sample_id.encode()).hexdigest()[:32]
+        plain = PLAIN_NAME.fullmatch(sample_id) and len(sample_id.encode()) <= MAX_NAME_BYTES
+        stem = sample_id if plain else hashlib.sha256(sample_id.encode()).hexdigest()[:32]
         return f"data/{unit_name(unit)}/{stem}.pt"
 
     def save(self, record: Record, path: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 
-from hs_ray.export.common import Exporter, Record, Totals, vocab_mapping, write_whole
+from hs_ray.export.common import Exporter, Record, Totals, write_npy_mapping, write_whole
 
 TABLE = pa.schema([("input_ids", pa.list_(pa.int64())), ("loss_mask", pa.list_(pa.int64())), ("seq_len", pa.int64())])
 FEATURES = {
@@ -79,15 +79,8 @@ class SpeculatorsExporter(Exporter):
         frequencies = {int(token): int(totals.token_counts[token]) for token in seen}
         write_whole(folder, "token_freq.pt", lambda path: torch.save(frequencies, path))
         if draft_vocab_size is not None:
-            d2t, t2d = vocab_mapping(totals.token_counts, draft_vocab_size)
-            for name, values in (("d2t.npy", d2t.numpy()), ("t2d.npy", t2d.numpy())):
-                write_whole(folder, name, lambda path, values=values: _save_npy(path, values))
+            write_npy_mapping(folder, totals.token_counts, draft_vocab_size)
 
 
 def _table_name(unit: int) -> str:
     return f"data-unit-{unit:06d}.arrow"
-
-
-def _save_npy(path: Path, values: np.ndarray) -> None:
-    with path.open("wb") as file:  # given a name, numpy would add `.npy` to it
-        np.save(file, values)

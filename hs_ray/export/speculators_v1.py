@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hs_ray.export.common import Exporter, Record, Totals, write_whole
+from hs_ray.export.common import Exporter, Record, Totals, write_npy_mapping, write_whole
 
 
 class SpeculatorsV1Exporter(Exporter):
@@ -39,3 +39,5 @@ class SpeculatorsV1Exporter(Exporter):
         }
         write_whole(folder, "sample_lengths.json", lambda path: path.write_text(json.dumps(lengths)))
         write_whole(folder, "data_config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
+        if draft_vocab_size is not None:
+            write_npy_mapping(folder, totals.token_counts, draft_vocab_size)
