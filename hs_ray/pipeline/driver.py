@@ -4,30 +4,33 @@ Exit codes: 0 complete, 1 the run failed, 2 (raised as UserError) the user must 
 some lines or samples have no states.
 """
 
-import contextlib
 import getpass
 import os
-import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event
 from typing import Any
 
+import ray
+
+from hs_ray import prove
 from hs_ray.config import ExtractJob, parse_bytes
-from hs_ray.errors import HsRayError, RunError, UnsupportedError
+from hs_ray.engine.options import EngineOptions
+from hs_ray.errors import RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
-from hs_ray.pipeline.actor import ActorJob
+from hs_ray.pipeline.actor import ActorJob, Metrics
 from hs_ray.pipeline.extraction import Extraction, extract_units
 from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
 from hs_ray.pipeline.progress import Total
 from hs_ray.pipeline.resources import device_of, engine_options, replicas_of, units_at_once
+from hs_ray.pipeline.stop import Stop, Stopped, stop_on_sigterm
 from hs_ray.plan import (
     PlanSummary,
     ResolvedJob,
@@ -39,6 +42,7 @@ from hs_ray.plan import (
     format_estimate,
     load_summary,
     measured_rate,
+    supersede,
     write_run,
 )
 from hs_ray.report import write_report
@@ -47,6 +51,7 @@ from hs_ray.storage import Storage, when_there_is_room
 from hs_ray.weights import norm_digest
 
 INDEX_S = 10.0  # between writes of the markers' index
+WAITING_S = 15  # between two lines while a disk is full
 
 
 def run(job: ExtractJob) -> int:
@@ -59,13 +64,13 @@ def run(job: ExtractJob) -> int:
         return _dry_run(flight)
     flight.storage.check_writable()  # first: a wrong address is told in seconds, and the fingerprint reads the input
     key = fingerprint(flight.resolved, flight.sources, flight.versions)
-    existing = existing_run(flight, key)
+    existing_run(flight, key)  # refuses before there is a lease: a driver that holds one loses it to no mistake
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     lease = Lease.acquire(flight.storage, job.cluster.lease_seconds, holder)
     lease.start()
     try:
-        with _stop_on_sigterm(job.cluster.grace_seconds) as stop:
-            return _run(flight, key, existing, lease, stop)
+        with stop_on_sigterm(job.cluster.grace_seconds) as stop:
+            return _run(flight, key, lease, stop)
     except Stopped:
         return Stopped.exit_code
     finally:
@@ -73,27 +78,29 @@ def run(job: ExtractJob) -> int:
         lease.release()
 
 
-def _run(
-    flight: Preflight, key: tuple[str, dict[str, str]], run: dict[str, Any] | None, lease: Lease, stop: "Stop"
-) -> int:
+def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop: Stop) -> int:
     storage, job = flight.storage, flight.resolved.job
     markers: dict[int, Marker] = {}
     _see_every_disk(flight, check=True)
     away = partial(nodes.check_nothing_is_away, storage, job.output.redo_lost)
+    run = existing_run(flight, key)  # again: under the lease it stays what it is
     if run is not None:
         markers = drop_untrusted(storage, lease.epoch, key[0], partial(away, False))
+    clean_leftovers(storage, lease.epoch, markers)
+    if run is not None:
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
     else:
+        when_there_is_room(lambda: supersede(storage), _say_waiting)
         plan = _plan(flight, storage)
         check_rejected(plan, job.input.max_rejected)
-        _write_final_norm(storage, flight.resolved)
-        run = write_run(storage, flight.resolved, plan, flight.sources, key, flight.versions)
-    clean_leftovers(storage, lease.epoch, markers)
-    MarkerIndex(storage).replace(markers.values())
     remaining = [unit for unit in range(plan.units) if unit not in markers]
-    if remaining:
-        _extract(flight, key[0], plan, markers, remaining, lease, stop)
+    engines = _engines(flight, plan, markers, len(remaining)) if remaining else None
+    if run is None:  # only now: what is refused up to here may be changed, and the same output used
+        run = _begin(flight, plan, key)
+    MarkerIndex(storage).replace(markers.values())
+    if engines is not None:
+        _extract(flight, key[0], plan, markers, remaining, engines, lease, stop)
         _see_every_disk(flight)  # again: the engines have ended, and Ray's connection with them
         markers = drop_untrusted(storage, lease.epoch, key[0], partial(away, True))  # what is there, not what was told
         clean_leftovers(storage, lease.epoch, markers)
@@ -114,20 +121,22 @@ def _see_every_disk(flight: Preflight, check: bool = False) -> None:
         nodes.see_every_disk(flight.storage, check)
 
 
-def _extract(
-    flight: Preflight,
-    key: str,
-    plan: PlanSummary,
-    markers: dict[int, Marker],
-    remaining: Sequence[int],
-    lease: Lease,
-    stop: "Stop",
-) -> None:
-    """Commit the remaining units; `markers` grows as they come."""
-    job, storage = flight.resolved.job, flight.storage
+@dataclass(frozen=True)
+class Engines:
+    """What this run gets of the cluster."""
+
+    options: EngineOptions
+    count: int
+    gpus: int  # of one engine; 0 on CPU
+
+
+def _engines(flight: Preflight, plan: PlanSummary, markers: dict[int, Marker], remaining: int) -> Engines:
+    """Connect, print the estimate, and refuse (UserError) what does not fit: the last that can, on the driver."""
+    job, storage, model = flight.resolved.job, flight.storage, flight.resolved.model
     found = cluster.connect(job.cluster.address)
-    nodes.check_shared(storage)
+    when_there_is_room(lambda: nodes.check_shared(storage), _say_waiting)
     device = device_of(job, found)
+    prove.check(model.architecture, flight.versions["sglang"], model.name, device)
     replicas = replicas_of(job, found, device)
     rate = job.cluster.tokens_per_second or measured_rate(storage, markers)
     done_tokens = sum(marker.tokens for marker in markers.values())
@@ -135,10 +144,35 @@ def _extract(
     print(format_estimate(numbers), flush=True)
     check_fits(numbers, sum(marker.bytes for marker in markers.values()))
     options = engine_options(flight.resolved, flight.versions["sglang"], device, plan.longest_tokens)
-    engines = min(replicas, len(remaining))
+    return Engines(options, min(replicas, remaining), job.engine.tp_size if device == "cuda" else 0)
+
+
+def _begin(flight: Preflight, plan: PlanSummary, key: tuple[str, dict[str, str]]) -> dict[str, Any]:
+    """From here on the output is this run's. Returns run.json."""
+    storage, resolved = flight.storage, flight.resolved
+    when_there_is_room(lambda: _write_final_norm(storage, resolved), _say_waiting)
+    run = when_there_is_room(
+        lambda: write_run(storage, resolved, plan, flight.sources, key, flight.versions), _say_waiting
+    )
+    Metrics("driver", ray.util.get_node_ip_address()).rejected(plan.rejected)  # once: a resumed run has counted them
+    return run
+
+
+def _extract(
+    flight: Preflight,
+    key: str,
+    plan: PlanSummary,
+    markers: dict[int, Marker],
+    remaining: Sequence[int],
+    engines: Engines,
+    lease: Lease,
+    stop: Stop,
+) -> None:
+    """Commit the remaining units; `markers` grows as they come."""
+    job, storage = flight.resolved.job, flight.storage
     actor_job = ActorJob(
         storage=storage,
-        options=options,
+        options=engines.options,
         model=job.model,
         model_digest=flight.resolved.model.digest,
         fingerprint=key,
@@ -148,7 +182,7 @@ def _extract(
         metadata=_metadata(flight, key),
         min_free_bytes=parse_bytes(job.output.min_free_bytes),
         max_retries=job.cluster.max_retries,
-        engines=engines,
+        engines=engines.count,
         canary=job.capture.canary,
         prove=job.capture.prove.value,
     )
@@ -160,13 +194,13 @@ def _extract(
             samples=plan.samples,
             tokens=plan.tokens,
             bytes_per_token=flight.resolved.spec.bytes_per_token,
-            engines=engines,
+            engines=engines.count,
             rejected=plan.rejected + sum(len(marker.failed) for marker in markers.values()),
             earlier_units=len(markers),
             earlier_samples=sum(marker.samples for marker in markers.values()),
             earlier_tokens=sum(marker.tokens for marker in markers.values()),
         ),
-        gpus=job.engine.tp_size if device == "cuda" else 0,
+        gpus=engines.gpus,
         at_once=units_at_once(job),
         progress_s=job.cluster.progress_seconds,
         stopping=stop.draining,
@@ -174,20 +208,21 @@ def _extract(
     index, flushed = MarkerIndex(storage), time.monotonic()
     stop.can_drain = True
     try:
-        for marker in extract_units(extraction):
-            markers[marker.unit] = replace(marker, checksums={})  # one a sample: too many to keep
-            index.add(marker)
-            if time.monotonic() - flushed > INDEX_S:
-                lease.check()
-                index.flush()
-                flushed = time.monotonic()
+        with closing(extract_units(extraction)) as committed:  # also for an exception, whose traceback would keep it
+            for marker in committed:
+                markers[marker.unit] = replace(marker, checksums={})  # one a sample: too many to keep
+                index.add(marker)
+                if time.monotonic() - flushed > INDEX_S:
+                    lease.check()
+                    index.flush()
+                    flushed = time.monotonic()
     finally:
         stop.can_drain = False
         index.flush()
 
 
 def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -> int:
-    manifest = when_there_is_room(lambda: build_manifest(storage, run, markers), lambda reason, _: say(reason))
+    manifest = when_there_is_room(lambda: build_manifest(storage, run, markers), _say_waiting)
     counts = manifest["counts"]
     say(
         f"complete: {counts['committed']:,} samples, {counts['tokens']:,} tokens, {counts['bytes'] / 1e9:.2f} GB in "
@@ -225,8 +260,9 @@ def _plan(flight: Preflight, storage: Storage | None) -> PlanSummary:
     say("planning: reading and tokenizing the input")
     found = cluster.connect(flight.resolved.job.cluster.address)
     chunks = split_sources(flight.sources)
-    tables = planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)
-    return build_plan(storage, planning.counted(tables, flight.resolved.job.cluster.progress_seconds), flight.resolved)
+    every_s = flight.resolved.job.cluster.progress_seconds
+    with closing(planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)) as tables:
+        return build_plan(storage, planning.counted(tables, every_s), flight.resolved, _say_waiting)
 
 
 def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
@@ -255,48 +291,11 @@ def _metadata(flight: Preflight, key: str) -> dict[str, Any]:
     )
 
 
-class Stopped(HsRayError):
-    """SIGTERM: the node is being taken away, or `ray job stop`."""
-
-
-class Stop:
-    """What SIGTERM leads to: at once, or after the units in hand are finished, if that may take some time."""
-
-    def __init__(self, grace_s: float):
-        self.grace_s = grace_s
-        self.can_drain = False
-        self.draining = Event()
-
-    def on_sigterm(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
-        if not (self.can_drain and self.grace_s > 0):
-            self.on_alarm()
-        _write(f"hs_ray: SIGTERM: finishing the units in hand, {self.grace_s:g} s at most\n")
-        signal.signal(signal.SIGALRM, self.on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, self.grace_s)
-        self.draining.set()
-
-    def on_alarm(self, *_: Any) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        _write("hs_ray: stopped by SIGTERM: what is committed stays; run the same command again to resume\n")
-        raise Stopped
-
-
-def _write(text: str) -> None:
-    """At once, and not through print, which may be what was interrupted: SIGKILL follows in 3 s under Ray."""
-    os.write(1, text.encode())
-
-
-@contextlib.contextmanager
-def _stop_on_sigterm(grace_s: float) -> Iterator[Stop]:
-    stop = Stop(grace_s)
-    before = signal.signal(signal.SIGTERM, stop.on_sigterm)
-    try:
-        yield stop
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGTERM, before)
-
-
 def say(text: str) -> None:
     print(f"hs_ray: {text}", flush=True)
+
+
+def _say_waiting(reason: str, waited_s: float) -> None:
+    """Now and then, while a full disk is waited for."""
+    if waited_s % WAITING_S == 0:
+        say(f"waiting: {reason}")

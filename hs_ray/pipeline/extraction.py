@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -35,7 +35,7 @@ class Extraction:
     stopping: Event  # set: finish what is in hand, then SIGALRM to this process
 
 
-def extract_units(extraction: Extraction) -> Iterator[Marker]:
+def extract_units(extraction: Extraction) -> Generator[Marker]:
     """Run the units and give their markers as they are committed. Ends the engines before it returns.
 
     Raises the HsRayError that an actor raised, RunError for another's (a disk's, a store's), or HsRayError with what

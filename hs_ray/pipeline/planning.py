@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -60,15 +60,18 @@ class _Readers:
         self._at_work[reader] -= 1
 
     def end(self) -> None:
+        if not ray.is_initialized():  # they ended with it; ray.kill would start a cluster
+            return
         for reader in [*self._at_work, *self._starting.values()]:
             ray.kill(reader)
 
 
-def read_tables(chunks: Sequence[Chunk], settings: TokenizeSettings, cpus: int) -> Iterator[pa.Table]:
+def read_tables(chunks: Sequence[Chunk], settings: TokenizeSettings, cpus: int) -> Generator[pa.Table]:
     """The tables of all chunks, in the chunks' order, whatever finishes first. Memory: a few tables a CPU.
 
     Raises what a reader raised, an InputError for a damaged file. When it is closed the readers end, with all that
-    they were reading ahead.
+    they were reading ahead: close it where its tables are not all taken (contextlib.closing), also for an exception,
+    whose traceback would keep it.
     """
     waiting: deque[tuple[Any, Any]] = deque()  # reader, its tables of one chunk
     left = deque(chunks)

@@ -13,6 +13,7 @@ from hs_ray.inputs import Source, list_sources
 from hs_ray.model import ModelInfo
 from hs_ray.pipeline import cluster
 from hs_ray.plan import ResolvedJob, collecting, differing_keys, load_run, resolve
+from hs_ray.schema import DONE, MANIFEST, SHARDS
 from hs_ray.storage import PerNodeStorage, Storage, open_storage
 
 
@@ -65,11 +66,18 @@ def _check_supported(release: str | None, device: str, model: ModelInfo) -> None
 
 
 def existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str, Any] | None:
-    """run.json of an earlier start of the same run. Raises OutputError for another configuration's."""
+    """run.json of an earlier start of the same run; None where there is none.
+
+    Of another configuration's it is None too if that start committed nothing, as one whose engine could not load the
+    model: `plan.supersede` it before planning. Raises OutputError for any other.
+    """
     run = load_run(flight.storage)
     if run is None:
         return None
+    on_existing = flight.resolved.job.output.on_existing
     if run["fingerprint"] != key[0]:
+        if on_existing is OnExisting.resume and _holds_nothing(flight.storage):
+            return None
         differing = "\n  ".join(differing_keys(run["fingerprint_parts"], key[1]))
         raise OutputError(
             f"output.path = {flight.storage.root}: made by another configuration; use it again, "
@@ -81,9 +89,14 @@ def existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str
             f"output.node_path = {given or 'null'}: this run left its shards in {node_path or 'output.path'}; "
             f"use output.node_path={node_path or 'null'}"
         )
-    if flight.resolved.job.output.on_existing is OnExisting.fail:
+    if on_existing is OnExisting.fail:
         raise OutputError(
             f"output.on_existing = fail: {flight.storage.root} holds a run already; "
             "choose another folder, or output.on_existing=resume"
         )
     return run
+
+
+def _holds_nothing(storage: Storage) -> bool:
+    """Whether no unit was committed, and nothing looks as if one had been."""
+    return not (storage.list(DONE) or storage.list(SHARDS) or storage.exists(MANIFEST))

@@ -9,7 +9,7 @@
 from hs_ray.plan.build import PlanSummary, build_plan
 from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate, measured_rate
 from hs_ray.plan.resolved import ResolvedJob, collecting, differing_keys, fingerprint, resolve
-from hs_ray.plan.store import load_run, load_summary, read_unit, unit_counts, write_run
+from hs_ray.plan.store import load_run, load_summary, read_unit, supersede, unit_counts, write_run
 
 __all__ = [
     "PlanSummary",
@@ -27,6 +27,7 @@ __all__ = [
     "measured_rate",
     "read_unit",
     "resolve",
+    "supersede",
     "unit_counts",
     "write_run",
 ]

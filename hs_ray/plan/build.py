@@ -20,7 +20,7 @@ from hs_ray.inputs.read import BLANK, REJECT, SAMPLE, SOURCE_KEY
 from hs_ray.plan.files import PLAN, UNITS_PER_FILE, RejectFile, UnitFiles
 from hs_ray.plan.resolved import ResolvedJob
 from hs_ray.schema import MAX_CELL_BYTES, SAMPLES, Reject
-from hs_ray.storage import Storage
+from hs_ray.storage import OnWait, Storage
 
 EXAMPLES = 3
 
@@ -49,16 +49,18 @@ class PlanSummary:
         return asdict(self)
 
 
-def build_plan(storage: Storage | None, tables: Iterable[pa.Table], resolved: ResolvedJob) -> PlanSummary:
+def build_plan(
+    storage: Storage | None, tables: Iterable[pa.Table], resolved: ResolvedJob, on_wait: OnWait | None = None
+) -> PlanSummary:
     """Write `_run/samples/` and `_run/rejected.parquet` from the tables of all chunks, in the chunks' order.
 
     A unit ends at the sample border that is nearest to a multiple of `output.shard_bytes` of states.
-    storage None: count, and write nothing (a dry run).
+    storage None: count, and write nothing (a dry run). A full disk is waited for; on_wait: called meanwhile.
     """
     unit_tokens = max(1, parse_bytes(resolved.job.output.shard_bytes) // resolved.spec.bytes_per_token)
     with contextlib.ExitStack() as stack:
-        units = stack.enter_context(UnitFiles(storage, unit_tokens))
-        rejects = stack.enter_context(RejectFile(storage))
+        units = stack.enter_context(UnitFiles(storage, unit_tokens, on_wait))
+        rejects = stack.enter_context(RejectFile(storage, on_wait))
         plan = _Planner(resolved, units, rejects)
         for table in tables:
             plan.add(table)

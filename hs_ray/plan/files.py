@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hs_ray.schema import REJECTED, SAMPLES, Reject
-from hs_ray.storage import Storage
+from hs_ray.storage import OnWait, Scratch, Storage, wait_while, when_there_is_room
 
 UNITS_PER_FILE = 64
+FOOTER_BYTES = 256 * 2**10  # room kept for the footer of a file: 64 row groups of six columns take a tenth
 REJECTS_PER_GROUP = 16384
 UNITS_KEY = "hs_ray_units"  # key of the JSON in a part's metadata: [[unit, samples, tokens], ...]
 
@@ -45,10 +46,13 @@ def part_path(unit: int, units_per_file: int = UNITS_PER_FILE) -> str:
 
 
 class UnitFiles:
-    """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file. storage None: units are only counted."""
+    """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file. storage None: units are only counted.
 
-    def __init__(self, storage: Storage | None, unit_tokens: int):
-        self.storage, self.unit_tokens = storage, unit_tokens
+    on_wait: called while the disk is full, which is waited for.
+    """
+
+    def __init__(self, storage: Storage | None, unit_tokens: int, on_wait: OnWait | None = None):
+        self.storage, self.unit_tokens, self.on_wait = storage, unit_tokens, on_wait
         self.unit, self.paths = -1, set[str]()
         self._bucket = -1  # of the unit that is being filled
         self._tokens = 0  # of all samples so far
@@ -80,7 +84,7 @@ class UnitFiles:
         ).combine_chunks()  # pages, and so bytes, must not depend on the chunks of the input
         self._tables = []
         if self._file is None:
-            self._file = _ParquetFile(self.storage, PLAN, part_path(self.unit))
+            self._file = _ParquetFile(self.storage, PLAN, part_path(self.unit), self.on_wait)
         units = pa.array(np.full(len(table), self.unit, np.int32))
         self._file.write(table.append_column(PLAN.field("unit"), units).cast(PLAN))
         self._counts.append([self.unit, len(table), len(table["input_ids"].combine_chunks().flatten())])
@@ -108,8 +112,8 @@ class UnitFiles:
 class RejectFile:
     """`_run/rejected.parquet`: every line that became no sample, in order. storage None: nothing is written."""
 
-    def __init__(self, storage: Storage | None):
-        self._file = None if storage is None else _ParquetFile(storage, REJECTS, REJECTED)
+    def __init__(self, storage: Storage | None, on_wait: OnWait | None = None):
+        self._file = None if storage is None else _ParquetFile(storage, REJECTS, REJECTED, on_wait)
         self._rows: list[Reject] = []
 
     def add(self, reject: Reject) -> None:
@@ -136,25 +140,45 @@ class RejectFile:
 
 
 class _ParquetFile:
-    """A file of the plan in the making: each write is one row group; nothing is seen before `publish`."""
+    """A file of the plan in the making: each write is one row group; nothing is seen before `publish`.
 
-    def __init__(self, storage: Storage, schema: pa.Schema, path: str):
-        self.storage, self.path = storage, path
-        self._scratch = storage.scratch(f"plan-{uuid.uuid4().hex}.parquet")
-        # Statistics and dictionaries are of no use for token ids, and cost more than zstd.
-        options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
-        self._writer = pq.ParquetWriter(self._scratch.path, schema, use_dictionary=["source", "code"], **options)
+    A full disk is waited for before each write: one that failed in the middle of a row group could not be made again.
+    """
+
+    def __init__(self, storage: Storage, schema: pa.Schema, path: str, on_wait: OnWait | None = None):
+        self.storage, self.path, self.on_wait = storage, path, on_wait
+        name = f"plan-{uuid.uuid4().hex}.parquet"
+        self._scratch = when_there_is_room(lambda: storage.scratch(name), on_wait)
+        try:
+            self._writer = when_there_is_room(lambda: _writer(self._scratch, schema), on_wait)
+        except BaseException:  # also what `on_wait` raises to end the wait
+            self._scratch.close()
+            raise
 
     def write(self, table: pa.Table) -> None:
+        # Parquet stores a loss mask in 4 bytes a value before it is compressed, and lists with levels of their own.
+        self._wait_for_room(2 * table.nbytes)
         self._writer.write_table(table, row_group_size=max(len(table), 1))
 
     def publish(self, metadata: dict[str, str]) -> None:
+        self._wait_for_room(0)
         self._writer.add_key_value_metadata(metadata)
         self._writer.close()
-        self.storage.publish(self._scratch, self.path)
+        self._scratch.trim()
+        when_there_is_room(lambda: self.storage.publish(self._scratch, self.path), self.on_wait)
         self._scratch.close()
+
+    def _wait_for_room(self, need: int) -> None:
+        # Not for output.min_free_bytes as well: the estimate, which comes next, refuses a disk that has too little.
+        wait_while(lambda: self._scratch.reserve(need + FOOTER_BYTES, 0), self.on_wait)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: what was to be written is thrown away anyway
             self._writer.close()
         self._scratch.close()
+
+
+def _writer(scratch: Scratch, schema: pa.Schema) -> pq.ParquetWriter:
+    # Statistics and dictionaries are of no use for token ids, and cost more than zstd.
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
+    return pq.ParquetWriter(scratch.path, schema, use_dictionary=["source", "code"], **options)

@@ -92,6 +92,14 @@ def write_run(
     return run
 
 
+def supersede(storage: Storage) -> None:
+    """Before an output in which nothing was committed is planned anew: what is left of its run.json fits no
+    configuration, so that no later start takes the files of one plan for those of another."""
+    run = load_run(storage)
+    if run is not None:
+        storage.write(RUN_JSON, json.dumps(run | {"fingerprint": "", "fingerprint_parts": {}}).encode())
+
+
 def load_run(storage: Storage) -> dict[str, Any] | None:
     """The content of run.json; None if there is none. Raises OutputError for one that is not ours."""
     try:

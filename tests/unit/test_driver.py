@@ -1,0 +1,202 @@
+"""The driver's own order: what refuses comes before run.json, and whatever happens nothing is left running. No Ray."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from hs_ray.config import Compression, ExtractJob, OnExisting
+from hs_ray.errors import OutputError, RunError
+from hs_ray.inputs import iter_chunk
+from hs_ray.pipeline import driver
+from hs_ray.pipeline.cluster import Cluster
+from hs_ray.schema import MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
+from hs_ray.storage import open_storage
+
+COUNTED: list[tuple[str, int]] = []  # (engine, lines) that went into hs_rejected_total
+
+
+class FakeMetrics:
+    def __init__(self, engine: str, node: str):
+        self.engine = engine
+
+    def rejected(self, lines: int) -> None:
+        COUNTED.append((self.engine, lines))
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four CPUs, read in this process; an engine that does not come up."""
+
+    def read(chunks: Sequence[Any], settings: Any, cpus: int) -> Iterator[pa.Table]:
+        for chunk in chunks:
+            yield from iter_chunk(chunk, settings)
+
+    def engine_fails(extraction: Any) -> Iterator[Marker]:
+        raise RunError("the engine could not load the model")
+        yield
+
+    COUNTED.clear()
+    monkeypatch.setattr(driver.cluster, "connect", lambda address: Cluster((), 4))
+    monkeypatch.setattr(driver.nodes, "check_shared", lambda storage: None)
+    monkeypatch.setattr(driver.planning, "read_tables", read)
+    monkeypatch.setattr(driver, "extract_units", engine_fails)
+    monkeypatch.setattr(driver, "Metrics", FakeMetrics)
+    monkeypatch.setattr(driver.ray.util, "get_node_ip_address", lambda: "node")
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_random: Path) -> ExtractJob:
+    """Nine samples and a bad line."""
+    lines = [json.dumps({"id": str(i), "input_ids": [1, 2, 3]}) for i in range(9)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, "bad"]))
+    made = ExtractJob(max_seq_len=64)
+    made.model.path, made.input.path, made.output.path = (
+        str(tiny_random),
+        str(tmp_path / "in.jsonl"),
+        str(tmp_path / "o"),
+    )
+    made.input.max_rejected, made.output.min_free_bytes = 0.5, "0"
+    return made
+
+
+def run_json(job: ExtractJob) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(job.output.path or "") / RUN_JSON).read_bytes())
+    return found
+
+
+def start(job: ExtractJob) -> None:
+    with pytest.raises(RunError, match="could not load the model"):
+        driver.run(job)
+
+
+REFUSED: dict[str, tuple[Callable[[ExtractJob], None], str]] = {
+    "the disk": (lambda job: setattr(job.output, "min_free_bytes", "900TB"), "or output.compression=split_zstd"),
+    "the ring": (lambda job: setattr(job.engine, "max_inflight_tokens", 1), "of them must fit"),
+    "the device": (lambda job: setattr(job.engine, "device", "cuda"), "the Ray cluster has no GPU"),
+    "the rejects": (lambda job: setattr(job.input, "max_rejected", 0.0), "are unusable"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_start_leaves_no_run(job: ExtractJob, what: str) -> None:
+    change, text = REFUSED[what]
+    change(job)
+    with pytest.raises(Exception, match=text) as caught:
+        driver.run(job)
+    assert getattr(caught.value, "exit_code", None) == 2
+    assert not open_storage(str(job.output.path)).exists(RUN_JSON) and COUNTED == []
+
+
+def test_the_advice_can_be_followed_in_the_same_output(job: ExtractJob) -> None:
+    job.output.min_free_bytes = "900TB"
+    with pytest.raises(OutputError, match="output.compression=split_zstd"):
+        driver.run(job)
+    job.output.min_free_bytes, job.output.compression = "0", Compression.split_zstd
+    start(job)
+    assert run_json(job)["config"]["output"]["compression"] == "split_zstd"
+
+
+def test_a_start_that_committed_nothing_is_superseded(job: ExtractJob) -> None:
+    start(job)
+    first = run_json(job)
+    job.layers = [1]
+    start(job)
+    second = run_json(job)
+    assert second["fingerprint"] != first["fingerprint"] and second["spec"]["layers"][0]["id"] == 1
+
+
+def test_it_is_not_where_something_was_committed_or_may_have_been(job: ExtractJob) -> None:
+    start(job)
+    before, storage = run_json(job), open_storage(str(job.output.path))
+    job.layers = [1]
+    for path in (marker_path(0), f"{SHARDS}/unit-000000-0001-aa.parquet", MANIFEST):
+        storage.write(path, b"{}")
+        with pytest.raises(OutputError, match="made by another configuration"):
+            driver.run(job)
+        storage.remove(path)
+    job.output.on_existing = OnExisting.fail
+    with pytest.raises(OutputError, match="made by another configuration"):
+        driver.run(job)
+    assert run_json(job) == before
+
+
+def test_a_death_between_two_plans_leaves_neither(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first configuration's run.json beside the second's samples would give wrong states in silence."""
+    start(job)
+    first = job.layers
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    job.layers = [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "build_plan", dies)
+        with pytest.raises(KeyboardInterrupt):
+            driver.run(job)
+    planned: list[int] = []
+    plan = driver.build_plan
+    monkeypatch.setattr(driver, "build_plan", lambda *args: planned.append(1) or plan(*args))
+    job.layers = first
+    start(job)
+    assert planned, "the plan on the disk may be anyone's: it has to be made again"
+
+
+def test_rejected_lines_are_counted_once(job: ExtractJob) -> None:
+    start(job)
+    assert COUNTED == [("driver", 1)]
+    start(job)  # resumes
+    assert COUNTED == [("driver", 1)]
+
+
+def test_the_readers_end_with_the_planning_that_failed(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the traceback goes, after Ray's end: ending them then would start a Ray cluster."""
+    ended: list[str] = []
+
+    def tables(*_: Any) -> Iterator[pa.Table]:
+        try:
+            yield pa.table({"input_ids": pa.array([[1]])})
+        finally:
+            ended.append("readers")
+
+    def fails(storage: Any, tables: Iterator[pa.Table], *_: Any) -> None:
+        next(tables)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(driver.planning, "read_tables", tables)
+    monkeypatch.setattr(driver, "build_plan", fails)
+    monkeypatch.setattr(driver.cluster, "disconnect", lambda: ended.append("ray"))
+    with pytest.raises(OSError, match="Input/output") as caught:
+        driver.run(job)
+    assert ended == ["readers", "ray"] and caught.tb is not None
+
+
+def test_the_engines_end_before_the_driver_goes(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def units(extraction: Any) -> Iterator[Marker]:
+        try:
+            yield Marker(0, "0001-a", 1, "f", None, 0, "", 0, 0, 0)
+        finally:
+            ended.append("engines")
+
+    def lost(self: Any) -> None:
+        raise RunError("another driver took over")
+
+    monkeypatch.setattr(driver, "extract_units", units)
+    monkeypatch.setattr(driver, "INDEX_S", -1.0)
+    monkeypatch.setattr(driver.Lease, "check", lost)
+    monkeypatch.setattr(driver.cluster, "disconnect", lambda: ended.append("ray"))
+    with pytest.raises(RunError, match="took over") as caught:
+        driver.run(job)
+    assert ended == ["engines", "ray"] and caught.tb is not None
+
+
+def test_readers_are_not_killed_after_rays_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.planning.ray, "kill", lambda reader: pytest.fail("ray.kill starts a cluster"))
+    monkeypatch.setattr(driver.planning.ray, "is_initialized", lambda: False)
+    driver.planning._Readers.end(SimpleNamespace(_at_work={object(): 1}, _starting={}))  # type: ignore[arg-type]
