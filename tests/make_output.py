@@ -289,7 +289,6 @@ def _stored(row: dict[str, Any], made: MadeOutput) -> dict[str, Any]:
 
 def _write_run(made: MadeOutput) -> None:
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     spec, tokens = made.spec, sum(s.num_tokens for s in made.samples)
     run = {
@@ -338,7 +337,14 @@ def _write_run(made: MadeOutput) -> None:
     (made.path / schema.RUN_JSON).write_text(json.dumps(run))
     with safe_open(made.model / "model.safetensors", framework="pt") as tensors:
         weight = tensors.get_tensor("model.norm.weight")
-    save_file({"weight": weight}, made.path / schema.FINAL_NORM, metadata={"eps": "1e-06", "kind": "rms_norm"})
+    write_norm(made, weight)
+
+
+def write_norm(made: MadeOutput, weight: torch.Tensor, **facts: str) -> None:
+    """The final norm's file, weight [H]; without the digest that newer files have, unless it is among `facts`."""
+    from safetensors.torch import save_file
+
+    save_file({"weight": weight}, made.path / schema.FINAL_NORM, {"eps": "1e-06", "kind": "rms_norm"} | facts)
 
 
 def write_manifest(made: MadeOutput) -> None:

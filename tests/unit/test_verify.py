@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from damage import copied, found
 from make_output import (
     H,
     MadeOutput,
@@ -27,12 +27,9 @@ from make_output import (
 )
 
 from hs_ray import schema
-from hs_ray.errors import ConfigError, OutputError
-from hs_ray.reader import HiddenStatesDataset
+from hs_ray.errors import OutputError
 from hs_ray.storage import open_storage
-from hs_ray.verify import verify_argmax, verify_integrity, verify_reference
-from hs_ray.verify.argmax import _compare, _scaled, output_matrix
-from hs_ray.verify.report import ReferenceReport
+from hs_ray.verify import verify_integrity, verify_reference
 from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
 Rows = list[dict[str, Any]]
@@ -45,16 +42,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
 
 @pytest.fixture
 def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    """A copy that a test may damage."""
-    return dataclasses.replace(base, path=Path(shutil.copytree(base.path, tmp_path / "out")))
-
-
-def found(made: MadeOutput, **options: Any) -> dict[str, list[str]]:
-    """Problems of the integrity check: file and text by check."""
-    problems: dict[str, list[str]] = {}
-    for problem in verify_integrity(open_storage(str(made.path)), **options).problems:
-        problems.setdefault(problem.check, []).append(f"{problem.file}: {problem.detail}")
-    return problems
+    return copied(base, tmp_path / "out")
 
 
 @pytest.mark.parametrize("compression", ["none", "split_zstd"])
@@ -312,26 +300,6 @@ def test_no_output(tmp_path: Path):
         verify_integrity(open_storage(str(tmp_path)))
 
 
-def test_reference_passes_and_needs_the_model(made: MadeOutput):
-    report = verify_reference(str(made.path), samples=5)
-    assert report.ok and report.counts["samples_compared"] == 5
-    assert [line.split()[0] for line in report.table[1:]] == list(made.spec.columns)
-    with pytest.raises(ConfigError, match="model_path"):
-        verify_reference(str(made.path), model_path=str(made.path))
-
-
-def test_reference_wants_the_model_of_the_run(made: MadeOutput, tmp_path: Path):
-    other = Path(shutil.copytree(made.model, tmp_path / "other"))
-    with (other / "config.json").open("a") as file:
-        file.write("\n")
-    report = verify_reference(str(made.path), samples=2, model_path=str(other))
-    assert "holds other files than the model" in report.table[0]  # a copy in another precision may be wanted
-    run = made.path / schema.RUN_JSON
-    run.write_text(run.read_text().replace(str(made.model), str(other)))
-    with pytest.raises(ConfigError, match="no longer those that the output was made with"):
-        verify_reference(str(made.path))
-
-
 # ---- parts ----
 
 
@@ -363,50 +331,3 @@ def test_job_exit_codes(made: MadeOutput, tmp_path: Path):
     assert bad.returncode == 1 and "PROBLEM checksum" in bad.stdout
     none = run(tmp_path / "nothing")
     assert none.returncode == 2 and "Traceback" not in none.stderr
-
-
-def test_argmax_is_a_figure(made: MadeOutput):
-    report = verify_argmax(str(made.path), samples=99, logprobs=False)
-    assert report.ok and "t-1" in report.table[0] and "t+2" in report.table[0]
-    assert report.counts["tokens_compared"] > 300
-
-
-def test_argmax_finds_the_next_token_of_greedy_text(made: MadeOutput):
-    """The text is changed so that each next token is the model's choice: what greedy answers are."""
-    dataset = HiddenStatesDataset(str(made.path), columns=["final_pre_norm"])
-    head = output_matrix(str(made.model), "tiny")
-
-    def change(rows: Rows) -> Rows:
-        for row, sample in zip(rows, dataset, strict=False):
-            choice = (dataset.to_post_norm(sample["final_pre_norm"]) @ head.T).argmax(-1).numpy()
-            row["input_ids"] = np.concatenate([row["input_ids"][:1], choice[:-1]]).astype(np.int32)
-        return rows
-
-    rewrite(made, 0, change)
-    (made.path / schema.MANIFEST).unlink()
-    for unit in (1, 2):
-        (made.path / schema.marker_path(unit)).unlink()
-    table = verify_argmax(str(made.path), samples=99, incomplete=True, logprobs=False).table
-    assert "t+1 100.0%" in table[0]
-
-
-def test_a_product_that_is_not_all_of_the_logits_has_no_verdict(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"final_logit_softcapping": 30.0}}))
-    assert _scaled(str(tmp_path)) == ["final_logit_softcapping"]
-    (tmp_path / "config.json").write_text(json.dumps({"final_logit_softcapping": None, "logit_scale": 1.0}))
-    assert _scaled(str(tmp_path)) == []
-    ours, theirs = np.zeros(9, np.float32), np.full(9, -3, np.float32)
-    for scaled, ok in ([], False), (["logit_scale"], True):
-        report = ReferenceReport()
-        _compare(report, "final_pre_norm", ours, theirs, scaled)
-        assert report.ok is ok and report.counts == {"logprobs_compared": 9}
-        assert "median difference 3.000" in report.table[0]
-    report = ReferenceReport()
-    _compare(report, "final_pre_norm", ours, np.full(9, np.nan, np.float32), [])
-    assert not report.ok
-
-
-def test_argmax_needs_a_final_state(tmp_path: Path):
-    made = make_output(tmp_path / "out", final="none")
-    with pytest.raises(ConfigError, match="needs a final state"):
-        verify_argmax(str(made.path))
