@@ -128,9 +128,7 @@ def _read(storage: Storage, path: str, columns: list[str]) -> pa.Table:
     except READ_ERRORS as error:
         raise ShardError(f"{storage.root}/{path}: cannot be read ({error}); restore the file") from error
     if table.column_names != columns:
-        raise ShardError(
-            f"{storage.root}/{path}: no file of a plan, it has {', '.join(table.column_names) or 'nothing'}"
-        )
+        raise ShardError(f"{storage.root}/{path}: no file of a plan, only {table.column_names} of {columns} are in it")
     return table
 
 

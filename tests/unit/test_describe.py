@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from damage import copied
 from make_output import H, MadeOutput, make_output, to_float
 
 from hs_ray import schema
 from hs_ray.describe import describe, layer_text, size_text, text
-from hs_ray.errors import OutputError
+from hs_ray.errors import OutputError, ShardError
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,18 @@ def test_unfinished_and_absent(tmp_path: Path):
     assert not d.complete and "unfinished" in text(d)
     with pytest.raises(OutputError, match=r"run\.json"):
         describe(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("path", [schema.REJECTED, f"{schema.SAMPLES}/part-00000.parquet"])
+def test_a_file_of_the_plan_that_cannot_be_read(made: MadeOutput, tmp_path: Path, path: str):
+    damaged = copied(made, tmp_path / "out")
+    (damaged.path / path).write_bytes((damaged.path / path).read_bytes()[:-50])
+    with pytest.raises(ShardError, match=rf"{path}: cannot be read"):
+        describe(str(damaged.path))
+    pq.write_table(pa.table({"code": [1]}), damaged.path / path)
+    if path != schema.REJECTED:
+        with pytest.raises(ShardError, match=r"no file of a plan, only \[\] of \['input_ids', 'unit'\] are in it"):
+            describe(str(damaged.path))
 
 
 def test_sizes():

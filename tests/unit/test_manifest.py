@@ -144,6 +144,19 @@ def test_the_index_never_outvotes_a_marker(storage: Storage) -> None:
     assert list_markers(storage) == {0: make_marker(0), 1: newer, 3: make_marker(3)}
 
 
+def test_a_damaged_index_is_passed_over(tmp_path: Path) -> None:
+    """It is only a copy; a marker with a field of another type is none, wherever it stands."""
+    storage = open_storage(str(tmp_path))
+    for unit in range(3):
+        storage.write(f"_run/done/unit-{unit:06d}.json", make_marker(unit).to_json().encode())
+    storage.write("_run/done/unit-000002.json", make_marker(2, samples="3").to_json().encode())
+    index = MarkerIndex(storage)
+    index.add(make_marker(0, tokens=None))
+    index.flush()
+    storage.write("_run/index/0.jsonl", b"{\n[]\n")
+    assert list_markers(storage) == {0: make_marker(0), 1: make_marker(1), 2: None}
+
+
 # --- leftovers ---
 
 
