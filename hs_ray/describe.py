@@ -127,8 +127,8 @@ def _read(storage: Storage, path: str, columns: list[str]) -> pa.Table:
             table = pq.ParquetFile(file).read(columns=columns)
     except READ_ERRORS as error:
         raise ShardError(f"{storage.root}/{path}: cannot be read ({error}); restore the file") from error
-    if table.column_names != columns:
-        raise ShardError(f"{storage.root}/{path}: no file of a plan, only {table.column_names} of {columns} are in it")
+    if missing := set(columns) - set(table.column_names):
+        raise ShardError(f"{storage.root}/{path}: no file of a plan, it has no {', '.join(sorted(missing))}")
     return table
 
 

@@ -60,7 +60,7 @@ def test_a_file_of_the_plan_that_cannot_be_read(made: MadeOutput, tmp_path: Path
         describe(str(damaged.path))
     pq.write_table(pa.table({"code": [1]}), damaged.path / path)
     if path != schema.REJECTED:
-        with pytest.raises(ShardError, match=r"no file of a plan, only \[\] of \['input_ids', 'unit'\] are in it"):
+        with pytest.raises(ShardError, match="no file of a plan, it has no input_ids, unit"):
             describe(str(damaged.path))
 
 
