@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,3 +87,17 @@ def test_a_damaged_gzip(root: str, s3: Bucket) -> None:
     s3.put("in/bad.jsonl.gz", gzip.compress(b'{"input_ids": [1, 2]}\n' * 100_000)[:-100])
     with pytest.raises(InputError, match=r"input\.path = s3://.*bad\.jsonl\.gz: cannot be read"):
         read(f"{root}/bad.jsonl.gz")
+
+
+def test_a_store_that_is_not_reached(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start and, where it goes away, in the middle: one message, and no error of botocore's own."""
+    [source] = list_sources(InputConfig(path=f"{root}/1.jsonl"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses between tries
+    with socket.socket() as taken:  # bound and not listening
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(InputError, match=r"input\.path = s3://.*1\.jsonl: cannot be listed \(EndpointConnection"):
+            list_sources(InputConfig(path=f"{root}/1.jsonl"))
+        with pytest.raises(InputError, match=r"input\.path = s3://.*1\.jsonl: cannot be read \(Could not connect"):
+            read_chunk(split_sources([source])[0], SETTINGS)
