@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hs_ray.errors import HsRayError
 from hs_ray.reader.shard import READ_ERRORS, decode_state
 from hs_ray.schema import (
     STATE_BYTES,
@@ -47,6 +48,8 @@ def audit_shard(
     path = str(marker.shard)
     try:
         _audit(storage, run, columns, marker, planned, audit)
+    except HsRayError:  # the store, not the file
+        raise
     except Exception as error:  # noqa: BLE001  damage can surface as anything, and must not hide the other shards' results
         audit.report.add("file", path, f"damaged, the check ended at {type(error).__name__}: {error}")
     return audit

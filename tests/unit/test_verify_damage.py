@@ -92,6 +92,15 @@ def test_an_error_that_nobody_thought_of(made: MadeOutput, monkeypatch: pytest.M
     assert "unit-000002-0001-aaaa.parquet: damaged, the check ended at OverflowError: odd" in problems["file"][2]
 
 
+def test_a_store_that_does_not_answer_is_no_damage(made: MadeOutput, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: Any) -> bool:
+        raise OutputError("no answer from the store")
+
+    monkeypatch.setattr("hs_ray.verify.shard._load", refused)
+    with pytest.raises(OutputError, match="no answer"):
+        found(made)
+
+
 # ---- JSON of another shape ----
 
 
