@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-DEMO_OUTPUT = "outputs/demo"  # output.path when none is given
+DEMO_OUTPUT = "outputs/demo"  # output.path when neither it nor input.path is given
 
 
 def _key(default: Any, help: str) -> Any:
@@ -120,7 +120,7 @@ class InputConfig:
 
 @dataclass
 class OutputConfig:
-    path: str | None = _key(None, "folder or s3://bucket/prefix; null: outputs/demo")
+    path: str | None = _key(None, "folder or s3://bucket/prefix; null: outputs/demo, unless input.path is given")
     node_path: str | None = _key(
         None, "folder on each node's own disk for the shards; the rest stays in output.path, which all nodes see"
     )
