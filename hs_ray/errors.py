@@ -74,4 +74,4 @@ class RunError(HsRayError):
 
 
 class ShardError(HsRayError):
-    pass
+    plain = True  # it names the file: where in our code it was read helps nobody

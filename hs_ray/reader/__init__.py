@@ -10,6 +10,7 @@
 Shapes: B samples of a batch, S tokens of a sample (of the longest one, in a batch), H hidden_size.
 """
 
+import copy
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +21,21 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hs_ray.errors import ConfigError, ShardError
+from hs_ray.reader.batch import Sample, collate
 from hs_ray.reader.norm import FinalNorm, load_final_norm
+from hs_ray.reader.order import (
+    Order,
+    Place,
+    check_consumed,
+    check_ranks_of_a_node,
+    epoch_order,
+    ranks,
+    refuse_in_worker,
+    share,
+)
 from hs_ray.reader.output import Output, ShardEntry, find_shards, open_output
 from hs_ray.reader.shard import ShardFile
+from hs_ray.schema import FINAL_NORM
 from hs_ray.storage import open_storage
 
 __all__ = [
@@ -36,8 +49,6 @@ __all__ = [
     "open_output",
 ]
 
-Sample = dict[str, Any]
-
 
 class HiddenStatesDataset(IterableDataset[Sample]):
     """The samples of an output, local or `s3://`.
@@ -46,13 +57,16 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     each chosen state column (bfloat16 [S, H]). Split samples are joined, `split_zstd` is undone.
 
     Iterating is sharded over ranks and DataLoader workers, shuffled if asked, and can be resumed in mid-epoch.
-    `dataset[i]` and `len(dataset)` see this rank's share in the order of the input; `map_style()` is that alone.
+    `dataset[i]` and `len(dataset)` see this rank's share in the order of the input; `map_style()` has every sample, for
+    samplers. Behind a DataLoader worker the tensors of a sample or batch are views of one storage: clone() one of them
+    before saving it alone.
 
     columns: state columns to read, None for all; what is not asked for is not read.
     shuffle: the order of an epoch is a function of seed and epoch alone: shards are shuffled, then the samples within
         each group of `window` shards. The same for any number of ranks and workers.
-    batch_size: the DataLoader's. Workers then take whole batches, so that the loader's order, and with it the place
-        where `load_state_dict` takes up, does not depend on their number.
+    batch_size: the DataLoader's, 1 if it makes no batches. Workers then take whole batches, so that the loader's order,
+        and with it the place where `load_state_dict` takes up, does not depend on their number. None: `state_dict` is
+        refused behind several workers.
     rank, world_size: None: those of torch.distributed, if it is initialised.
     even: drop the last samples (fewer than world_size) so that every rank has the same number.
     incomplete: read what is committed of an unfinished run.
@@ -69,7 +83,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         *,
         seed: int = 0,
         window: int = 16,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         even: bool = False,
@@ -80,98 +94,116 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         self.output = open_output(open_storage(path, self._options), incomplete)
         self._storage = self.output.storage
         if self.output.elsewhere:
-            _check_ranks_of_a_node(path, _ranks(rank, world_size)[1], even)
+            check_ranks_of_a_node(path, ranks(rank, world_size)[1], even)
         known = self.output.spec.columns
         self.columns = tuple(known if columns is None else columns)
         unknown = [name for name in self.columns if name not in known]
         if unknown:
             raise ConfigError(f"columns = {list(self.columns)}: {unknown} are not in {path}; it has {', '.join(known)}")
-        self.shuffle, self.seed, self.window, self.batch_size, self.even = (
-            shuffle,
-            seed,
-            max(1, window),
-            max(1, batch_size),
-            even,
-        )
-        self.rank, self.world_size = _ranks(rank, world_size)
+        if window < 1 or (batch_size is not None and batch_size < 1):
+            raise ConfigError(f"window = {window}, batch_size = {batch_size}: at least 1")
+        self.shuffle, self.seed, self.window, self.batch_size, self.even = shuffle, seed, window, batch_size, even
+        self.rank, self.world_size = ranks(rank, world_size)
         self._first = np.cumsum([0] + [shard.samples for shard in self.output.shards])  # first sample of each shard
         self.num_samples = int(self._first[-1])  # over all ranks
-        # [epoch, samples of it that all ranks together have had]; shared, so that living workers see set_epoch().
-        self._start = torch.zeros(2, dtype=torch.int64).share_memory_()
-        self._taken = 0  # by this process, since then
+        self.place = Place()
+        self._taken = [0]  # samples that the latest pass of this process has given
         self._files: OrderedDict[int, ShardFile] = OrderedDict()
         self._pid = os.getpid()
         self._norm: FinalNorm | None = None
 
     # ---- order ----
 
-    def _epoch_order(self) -> np.ndarray:
-        """Sample numbers of the whole epoch, over all ranks."""
-        if not self.shuffle:
-            return np.arange(self.num_samples)
-        random = np.random.default_rng([self.seed, int(self._start[0])])
-        shards = random.permutation(len(self.output.shards))
-        parts = []
-        for at in range(0, len(shards), self.window):
-            group = [np.arange(self._first[i], self._first[i + 1]) for i in shards[at : at + self.window]]
-            parts.append(random.permutation(np.concatenate(group)))
-        return np.concatenate(parts) if parts else np.arange(0)
-
-    def _share(self, order: np.ndarray) -> np.ndarray:
-        """This rank's share of an order, dealt out one by one."""
-        if self.even:
-            order = order[: len(order) - len(order) % self.world_size]
-        return order[self.rank :: self.world_size]
-
     def __iter__(self) -> Iterator[Sample]:
-        order = self._share(self._epoch_order()[int(self._start[1]) :])
+        """A pass. It begins here and not with its first sample: a worker begins even one that is given up at once."""
         worker = get_worker_info()
+        begin = self.place.begin(worker)
+        order = np.arange(self.num_samples)
+        if self.shuffle:
+            order = epoch_order(self._first, self.seed, self.place.epoch, self.window)
+        order = self._share(order[begin:])
         if worker is not None:  # every num_workers-th batch is this worker's
-            order = order[(np.arange(len(order)) // self.batch_size) % worker.num_workers == worker.id]
-        self._taken = 0
+            order = order[(np.arange(len(order)) // (self.batch_size or 1)) % worker.num_workers == worker.id]
+        self._taken = [0]
+        return self._read_all(order, self._taken)
+
+    def _read_all(self, order: np.ndarray, taken: list[int]) -> Iterator[Sample]:
+        """taken: [samples so far], the pass's own, so that one that was given up no longer counts."""
         for number in order.tolist():
             sample = self.read(number)
-            self._taken += 1
+            taken[0] += 1
             yield sample
-        if worker is None:
-            self._start[1], self._taken = 0, 0
+
+    def _share(self, order: Order) -> Order:
+        return share(order, self.rank, self.world_size, self.even)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which decides the order; a new one begins at its start. Reaches living workers, too."""
-        if epoch != int(self._start[0]):
-            self._start[0], self._start[1], self._taken = epoch, 0, 0
+        if epoch != self.place.epoch:
+            self.place.move(epoch, 0)
+            self._taken = [0]
 
-    def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """Where the epoch stands. The ranks must be in step; their number may be another one at `load_state_dict`.
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands: what JSON can hold. The ranks must be in step.
 
-        consumed: samples that this rank has had since the iteration began. Needed behind a DataLoader with workers
-            (batches taken * batch_size), counted here otherwise.
+        consumed: samples that this rank has had since the pass began: batches taken * batch_size. Needed behind
+            DataLoader workers, which read ahead; counted here otherwise.
+
+        Raises ConfigError where that would not be exact: without `consumed` or `batch_size` behind workers, for
+        batches of another size, and inside a worker.
         """
-        taken = self._taken if consumed is None else consumed
-        position = min(int(self._start[1]) + taken * self.world_size, self.num_samples)
-        return {"epoch": int(self._start[0]), "position": position, "seed": self.seed, "num_samples": self.num_samples}
+        refuse_in_worker("state_dict")
+        left = self.num_samples - self.place.position
+        mine = len(self._share(range(left)))
+        if consumed is None and not self.place.workers:
+            consumed = self._taken[0]
+        had = check_consumed(consumed, mine, self.batch_size, self.place)
+        position = min(self.place.position + had * self.world_size, self.num_samples)
+        return {"epoch": self.place.epoch, "position": position, **self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state` was taken. Raises ConfigError if it belongs to other data."""
-        if state["num_samples"] != self.num_samples:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken: the next pass is the rest of that epoch, each later one is whole.
+
+        The rest is empty if the state was taken after the last sample. Numbers of ranks, of workers and `batch_size`
+        may differ from those it was taken with. Raises ConfigError if it belongs to other data or another order.
+        """
+        refuse_in_worker("load_state_dict")
+        wrong = [
+            f"{name} = {state.get(name)!r} in the state, {value!r} here"
+            for name, value in self._identity().items()
+            if state.get(name) != value
+        ]
+        epoch, position = state.get("epoch", -1), state.get("position", -1)
+        if not all(isinstance(value, int) and value >= 0 for value in (epoch, position)) or position > self.num_samples:
+            wrong.append(f"epoch = {epoch!r}, position = {position!r} in the state")
+        if wrong:
             raise ConfigError(
-                f"state of a dataset of {state['num_samples']} samples; {self._path} has {self.num_samples}"
+                f"the state does not fit {self._path}: {'; '.join(wrong)}; make the dataset as it was, or begin anew"
             )
-        self.seed = state["seed"]
-        self._start[0], self._start[1], self._taken = state["epoch"], state["position"], 0
+        self.place.move(epoch, position)
+        self._taken = [0]
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the order of an epoch depends on."""
+        return {
+            "fingerprint": self.output.fingerprint,
+            "num_samples": self.num_samples,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "window": self.window,
+        }
 
     # ---- samples ----
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""
-        return len(self._share(np.arange(self.num_samples)))
+        return len(self._share(range(self.num_samples)))
 
     def __getitem__(self, index: int) -> Sample:
-        share = self._share(np.arange(self.num_samples))
-        return self.read(int(share[index]))  # IndexError past the end, as a sequence does
+        return self.read(self._share(range(self.num_samples))[index])  # IndexError past the end, as a sequence does
 
     def map_style(self) -> "MapStyle":
-        """The same samples for a DataLoader with a sampler of its own (DistributedSampler, for example)."""
+        """All samples, whatever the rank, for a DataLoader whose sampler shares them out (DistributedSampler)."""
         return MapStyle(self)
 
     def read(self, number: int, columns: Sequence[str] | None = None) -> Sample:
@@ -182,7 +214,9 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         shard = self._shard_number(number)
         file = self._open(shard)
         rows = file.sample_rows(self.output.shards[shard].samples)[number - int(self._first[shard])]
-        return file.sample(rows, self.columns if columns is None else columns)
+        # What a worker hands over itself lies in shared memory; what is to be collated there need not.
+        shared = get_worker_info() is not None and self.batch_size in (None, 1)
+        return file.sample(rows, self.columns if columns is None else columns, shared)
 
     def shard_of(self, number: int) -> ShardEntry:
         """The shard that holds a sample of the whole output."""
@@ -196,7 +230,12 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     def to_post_norm(self, x: torch.Tensor) -> torch.Tensor:
         """`final_pre_norm` [..., H] -> what the model's lm_head takes, `final_post_norm` [..., H]."""
         if self._norm is None:
-            self._norm = load_final_norm(self._storage)
+            norm, hidden = load_final_norm(self._storage), self.output.spec.hidden_size
+            if tuple(norm.weight.shape) != (hidden,):  # one of [1] would fit any width
+                raise ShardError(
+                    f"{self._path}/{FINAL_NORM}: its weight is {list(norm.weight.shape)}, hidden_size {hidden}"
+                )
+            self._norm = norm
         return self._norm(x)
 
     def _open(self, shard: int) -> ShardFile:
@@ -209,78 +248,40 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         while len(self._files) >= 2 * self.window:
             self._files.popitem(last=False)[1].close()
         file = ShardFile(self._storage, self.output.shards[shard].path)
-        found = file.metadata["fingerprint"]
-        if found != self.output.fingerprint:
-            raise ShardError(
-                f"{file.name}: made by another configuration ({found}, the run's is {self.output.fingerprint})"
-            )
+        self._check_footer(file)
         self._files[shard] = file
         return file
+
+    def _check_footer(self, file: ShardFile) -> None:
+        """Raises ShardError for a shard of another run, or one whose footer is damaged."""
+        output, spec = self.output, self.output.spec
+        expected = {
+            "fingerprint": output.fingerprint,
+            "columns": list(spec.columns),
+            "hidden_size": spec.hidden_size,
+            "compression": output.compression,
+        }
+        for name, value in expected.items():
+            if (found := file.metadata[name]) != value:
+                raise ShardError(
+                    f"{file.name}: made by another configuration ({name} {found!r}, the run's is {value!r})"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict(), "_pid": -1}  # the copy opens its own
 
+    def __copy__(self) -> "HiddenStatesDataset":
+        return copy.deepcopy(self)  # or both would stand in one place
+
 
 class MapStyle(Dataset[Sample]):
-    """`len()` and `[i]` of a HiddenStatesDataset, without its iteration."""
+    """Every sample of an output by number, in the order of the input. The rank is the sampler's affair."""
 
     def __init__(self, dataset: HiddenStatesDataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.dataset.num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        return self.dataset[index]
-
-
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-
-
-def _check_ranks_of_a_node(path: str, world_size: int, even: bool) -> None:
-    """Ranks of several nodes cannot share out what is on one. Raises ConfigError."""
-    here = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), None)
-    if world_size > 1 and str(world_size) != here:
-        raise ConfigError(
-            f"{path}: world_size = {world_size}, and its shards are on each node's own disk; give rank and world_size "
-            f"of this node's processes (LOCAL_RANK, LOCAL_WORLD_SIZE, which is {here or 'not set'})"
-        )
-    if even:
-        raise ConfigError(
-            f"{path}: even = True, and its shards are on each node's own disk: nodes have different numbers of "
-            "samples; copy the shards into one place, or stop at the shortest"
-        )
-
-
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if rank is None and world_size is None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-        return 0, 1
-    if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise ConfigError(f"rank = {rank}, world_size = {world_size}: give both, with 0 <= rank < world_size")
-    return rank, world_size
-
-
-def collate(samples: Sequence[Sample]) -> Sample:
-    """Samples -> one batch, padded with zeros on the right to its longest sample.
-
-    input_ids int64 [B, S], loss_mask uint8 [B, S], attention_mask bool [B, S], num_tokens int64 [B], states bfloat16
-    [B, S, H]; `sample_id`, `source` and `line` are lists.
-    """
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    longest = int(lengths.max())
-    batch: Sample = {}
-    for name, first in samples[0].items():
-        values = [sample[name] for sample in samples]
-        if not isinstance(first, torch.Tensor):
-            batch[name] = values
-            continue
-        padded = first.new_zeros((len(samples), longest, *first.shape[1:]))
-        for row, value in zip(padded, values, strict=True):
-            row[: len(value)] = value
-        batch[name] = padded
-    batch["attention_mask"] = torch.arange(longest)[None, :] < lengths[:, None]
-    batch["num_tokens"] = lengths
-    return batch
+        return self.dataset.read(range(len(self))[index])  # IndexError past the end

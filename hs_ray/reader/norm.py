@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hs_ray.errors import OutputError
+from hs_ray.errors import OutputError, ShardError
 from hs_ray.schema import FINAL_NORM
 from hs_ray.storage import Storage
+from hs_ray.weights import norm_digest
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,30 @@ class FinalNorm:
 
 
 def load_final_norm(storage: Storage) -> FinalNorm:
-    """Raises OutputError if the run kept none, or one of a kind that this release does not know."""
+    """Raises OutputError if the run kept none, or one of a kind that this release does not know; ShardError if it is
+    damaged."""
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
+    name = f"{storage.root}/{FINAL_NORM}"
     if not storage.exists(FINAL_NORM):
-        raise OutputError(
-            f"{storage.root}/{FINAL_NORM}: missing; without it pre-norm states cannot become post-norm ones"
-        )
+        raise OutputError(f"{name}: missing; without it pre-norm states cannot become post-norm ones")
     data = storage.read_bytes(FINAL_NORM)
-    metadata = _metadata(data)
-    if metadata.get("kind") not in ("rms_norm", "rms_norm_plus_one", "layer_norm"):
-        raise OutputError(f"{storage.root}/{FINAL_NORM}: norm of unknown kind {metadata.get('kind')!r}")
-    return FinalNorm(load(data)["weight"], float(metadata["eps"]), metadata["kind"])
+    try:
+        metadata = _metadata(data)
+        norm = FinalNorm(load(data)["weight"], float(metadata["eps"]), metadata["kind"])
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardError(f"{name}: damaged ({error!r})") from None
+    if norm.kind not in ("rms_norm", "rms_norm_plus_one", "layer_norm"):
+        raise OutputError(f"{name}: norm of unknown kind {norm.kind!r}")
+    recorded = metadata.get("sha256")  # files of earlier releases have none
+    if recorded not in (None, norm_digest(norm.weight, norm.eps, norm.kind)):
+        raise ShardError(f"{name}: damaged, its weight, eps or kind is not what was written ({recorded[:16]}...)")
+    return norm
 
 
 def _metadata(data: bytes) -> dict[str, str]:
     """`__metadata__` of a safetensors file: an 8-byte little-endian length, then JSON."""
     length = int.from_bytes(data[:8], "little")
     header: dict[str, dict[str, str]] = json.loads(data[8 : 8 + length])
-    return header.get("__metadata__", {})
+    return header["__metadata__"]

@@ -7,15 +7,35 @@ committed is read only when asked for (`incomplete=True`).
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from hs_ray.errors import OutputError, ShardError
-from hs_ray.schema import DONE, MANIFEST, RUN_JSON, SHARDS, CaptureSpec, Marker, marker_path, unit_name
+from hs_ray.schema import (
+    DONE,
+    FINAL_CHOICES,
+    MANIFEST,
+    RUN_JSON,
+    SHARDS,
+    CaptureSpec,
+    Marker,
+    marker_path,
+    shard_path,
+    unit_name,
+)
 from hs_ray.storage import FileInfo, PerNodeStorage, Storage
 
 OUR_SHARD = re.compile(r"unit-\d{6,}-[\w.-]+\.parquet")
+# What a reader believes of run.json. bool is no int here: JSON tells them apart.
+NEEDED: dict[str, type] = {
+    "fingerprint": str,
+    "config.output.compression": str,
+    "spec.layers": list,
+    "spec.final": str,
+    "spec.num_hidden_layers": int,
+    "spec.hidden_size": int,
+}
 
 
 @dataclass(frozen=True)
@@ -75,13 +95,32 @@ def load_json(storage: Storage, path: str) -> dict[str, Any] | None:
 
 
 def load_run(storage: Storage) -> dict[str, Any]:
-    """`_run/run.json`. Raises OutputError if this is no output of hs_ray."""
+    """`_run/run.json`. Raises OutputError if this is no output of hs_ray, ShardError if the file is no JSON."""
     run = load_json(storage, RUN_JSON)
     if run is None:
         raise OutputError(
             f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path"
         )
+    wrong = [name for name, kind in NEEDED.items() if type(_at(run, name)) is not kind]
+    if not wrong:
+        spec = run["spec"]
+        ids = [layer.get("id") if isinstance(layer, dict) else None for layer in spec["layers"]]
+        wrong += ["spec.layers"] if any(type(i) is not int for i in ids) else []
+        wrong += ["spec.final"] if spec["final"] not in FINAL_CHOICES else []
+    if wrong:
+        raise OutputError(
+            f"output.path = {storage.root}: {RUN_JSON} is not one of hs_ray's, or damaged: no usable "
+            f"{', '.join(wrong)} in it; check the path, or restore the file"
+        )
     return run
+
+
+def _at(run: Mapping[str, Any], name: str) -> Any:
+    """The value of `a.b.c`; None where there is none."""
+    found: Any = run
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def find_shards(storage: Storage, run: Mapping[str, Any]) -> Storage:
@@ -158,14 +197,52 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
 
 
 def _from_manifest(storage: Storage, manifest: dict[str, Any]) -> list[ShardEntry]:
+    """The shards of a complete run: each unit's at most once, and together the samples that were committed."""
+    units, committed, listed = (_at(manifest, name) for name in ("counts.units", "counts.committed", "shards"))
+    if type(units) is not int or type(committed) is not int or not isinstance(listed, list):
+        raise _damaged(storage, "counts.units and counts.committed must be whole numbers, shards a list")
+    entries = [_entry(storage, number, found) for number, found in enumerate(listed)]
+    _check_once(storage, entries, units)
+    found = sum(entry.samples for entry in entries)
+    if found != committed:
+        raise _damaged(storage, f"its shards have {found} samples, counts.committed is {committed}")
     present = {info.path for info in storage.list(DONE)}
-    for unit in range(manifest["counts"]["units"]):
+    for unit in range(units):
         if marker_path(unit) not in present:
             raise ShardError(
                 f"{storage.root}/{marker_path(unit)}: missing, though {MANIFEST} says that the run is complete"
             )
-    names = ShardEntry.__dataclass_fields__
-    return [ShardEntry(**{name: entry[name] for name in names if name in entry}) for entry in manifest["shards"]]
+    return entries
+
+
+def _damaged(storage: Storage, what: str) -> ShardError:
+    return ShardError(
+        f"{storage.root}/{MANIFEST}: damaged, {what}; remove it and run the same extraction again, which makes it anew"
+    )
+
+
+def _entry(storage: Storage, number: int, found: Any) -> ShardEntry:
+    """One of the manifest's shards; what else it says there is not for readers."""
+    if not isinstance(found, dict):
+        raise _damaged(storage, f"shards[{number}] is {found!r:.80}")
+    for entry in fields(ShardEntry):
+        value = found.get(entry.name, entry.default)
+        if value is MISSING or type(value) is not entry.type or (type(value) is int and value < 0):
+            told = "missing" if value is MISSING else f"{value!r:.80}"
+            raise _damaged(storage, f"shards[{number}].{entry.name} is {told}")
+    return ShardEntry(**{entry.name: found[entry.name] for entry in fields(ShardEntry) if entry.name in found})
+
+
+def _check_once(storage: Storage, entries: Sequence[ShardEntry], units: int) -> None:
+    """A shard that is named twice would give its samples twice."""
+    for unit, times in Counter(entry.unit for entry in entries).items():
+        if times > 1:
+            raise _damaged(storage, f"it names {unit_name(unit)} {times} times")
+        if unit >= units:
+            raise _damaged(storage, f"it names {unit_name(unit)}, counts.units is {units}")
+    for entry in entries:
+        if not entry.path.startswith(shard_path(entry.unit, "").removesuffix(".parquet")):
+            raise _damaged(storage, f"it names {entry.path} as the shard of {unit_name(entry.unit)}")
 
 
 def _from_markers(storage: Storage) -> list[ShardEntry]:

@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 import torch
 
 from hs_ray.errors import ShardError
+from hs_ray.reader.batch import empty_tensors
 from hs_ray.schema import METADATA_KEY, STATE_BYTES, stored_columns
 from hs_ray.storage import Storage
 
 SMALL_COLUMNS = ["sample_id", "source", "line", "num_tokens", "sample_tokens", "input_ids", "loss_mask", "token_start"]
-READ_ERRORS = (OSError, ValueError, pa.ArrowException)
+LISTS = ("input_ids", "loss_mask")
+READ_ERRORS = (OSError, ValueError, OverflowError, pa.ArrowException)  # what damage makes pyarrow and os raise
+FOOTER: dict[str, type] = {"fingerprint": str, "hidden_size": int, "compression": str, "columns": list}
 
 
 def join_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -59,28 +62,35 @@ class ShardFile:
         try:
             self._file = storage.open(path)
             self._parquet = pq.ParquetFile(self._file, pre_buffer=local is None)
-            if local is not None:
-                self._fd = os.open(local, os.O_RDONLY)
+            schema = self._parquet.schema
+            self._number = {schema.column(i).path: i for i in range(len(schema))}
+            names = set(self._parquet.schema_arrow.names)
         except READ_ERRORS as error:
             raise ShardError(f"{self.name}: not a readable Parquet file ({error})") from error
-        text = (self._parquet.metadata.metadata or {}).get(METADATA_KEY)
-        if text is None:
-            raise ShardError(f"{self.name}: a foreign Parquet file, its footer has no {METADATA_KEY.decode()} entry")
-        self.metadata: dict[str, Any] = json.loads(text)
+        self.metadata = self._footer()
         self.num_rows: int = self._parquet.num_row_groups
         rows = self._parquet.metadata.num_rows
         if rows != self.num_rows:
             raise ShardError(f"{self.name}: {rows} rows in {self.num_rows} row groups; one row a group is needed")
         self._hidden: int = self.metadata["hidden_size"]
         self._compression: str = self.metadata["compression"]
-        schema = self._parquet.schema
-        self._number = {schema.column(i).path: i for i in range(len(schema))}
-        missing = set(SMALL_COLUMNS + stored_columns(self.metadata["columns"], self._compression)) - set(
-            self._parquet.schema_arrow.names
-        )
+        missing = set(SMALL_COLUMNS + stored_columns(self.metadata["columns"], self._compression)) - names
         if missing:
             raise ShardError(f"{self.name}: damaged, columns {sorted(missing)} are missing")
         self._samples: list[range] | None = None
+        if local is not None:
+            self._fd = os.open(local, os.O_RDONLY)
+
+    def _footer(self) -> dict[str, Any]:
+        """The JSON in the footer."""
+        text = (self._parquet.metadata.metadata or {}).get(METADATA_KEY)
+        if text is None:
+            raise ShardError(f"{self.name}: a foreign Parquet file, its footer has no {METADATA_KEY.decode()} entry")
+        metadata = self._read(lambda: json.loads(text))
+        wrong = [name for name, kind in FOOTER.items() if not isinstance(metadata.get(name), kind)]
+        if wrong:
+            raise ShardError(f"{self.name}: damaged, no usable {', '.join(wrong)} in its footer")
+        return metadata
 
     def close(self) -> None:
         self._parquet.close()
@@ -97,46 +107,50 @@ class ShardFile:
             else:
                 starts = self._read(lambda: self._parquet.read(columns=["token_start"]).column(0).to_numpy())
                 first = np.flatnonzero(starts == 0).tolist() + [self.num_rows]
+                if first[0] != 0:
+                    raise ShardError(f"{self.name}: damaged, begins in the middle of a sample")
                 self._samples = [range(a, b) for a, b in zip(first, first[1:], strict=False)]
             if len(self._samples) != samples:
                 raise ShardError(f"{self.name}: {len(self._samples)} samples where {samples} were committed")
         return self._samples
 
-    def sample(self, rows: range, columns: Sequence[str]) -> dict[str, Any]:
-        """One sample out of consecutive rows, joined: int64 input_ids [S], uint8 loss_mask [S], bf16 states [S, H]."""
-        tables = [
-            self._read(lambda row=row: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False))
-            for row in rows
-        ]
-        pieces = [
-            {name: table.column(name)[0].as_py() for name in ("sample_id", "num_tokens", "token_start")}
-            for table in tables
-        ]
-        total: int = tables[0].column("sample_tokens")[0].as_py()
+    def sample(self, rows: range, columns: Sequence[str], shared: bool = False) -> dict[str, Any]:
+        """One sample out of consecutive rows, joined: int64 input_ids [S], uint8 loss_mask [S], bf16 states [S, H].
+
+        shared: its tensors are views of one storage in shared memory.
+        """
+        pieces = [self._small_columns(row) for row in rows]
+        first, total = pieces[0], pieces[0]["sample_tokens"]
         expected = 0
-        for piece in pieces:
-            if piece["sample_id"] != pieces[0]["sample_id"] or piece["token_start"] != expected:
-                raise ShardError(f"{self.name}: rows {rows} do not join to one sample ({pieces})")
+        for row, piece in zip(rows, pieces, strict=True):
+            if piece["sample_id"] != first["sample_id"] or piece["token_start"] != expected:
+                told = [{name: one[name] for name in ("sample_id", "num_tokens", "token_start")} for one in pieces]
+                raise ShardError(f"{self.name}: rows {rows} do not join to one sample ({told})")
+            if piece["num_tokens"] < 1:
+                raise ShardError(f"{self.name}: damaged, row {row} has {piece['num_tokens']} tokens")
             expected += piece["num_tokens"]
-        ids = np.concatenate([_list(table, "input_ids") for table in tables])
-        mask = np.concatenate([_list(table, "loss_mask") for table in tables])
+        ids, mask = (np.concatenate([piece[name] for piece in pieces]) for name in LISTS)
         if not len(ids) == len(mask) == expected == total:
             raise ShardError(
-                f"{self.name}: sample {pieces[0]['sample_id']!r} has {len(ids)} input_ids, {len(mask)} loss_mask, "
+                f"{self.name}: sample {first['sample_id']!r} has {len(ids)} input_ids, {len(mask)} loss_mask, "
                 f"{expected} num_tokens, {total} sample_tokens"
             )
-        states = {name: torch.empty((total, self._hidden), dtype=torch.bfloat16) for name in columns}
+        layout = {"input_ids": ((total,), torch.int64), "loss_mask": ((total,), torch.uint8)}
+        tensors = empty_tensors(layout | dict.fromkeys(columns, ((total, self._hidden), torch.bfloat16)), shared)
+        tensors["input_ids"].numpy()[:], tensors["loss_mask"].numpy()[:] = ids, mask
         for row, piece in zip(rows, pieces, strict=True):
             place = slice(piece["token_start"], piece["token_start"] + piece["num_tokens"])
-            self._fill(row, {name: state[place].view(torch.uint16).numpy() for name, state in states.items()})
-        return {
-            "sample_id": pieces[0]["sample_id"],
-            "source": tables[0].column("source")[0].as_py(),
-            "line": tables[0].column("line")[0].as_py(),
-            "input_ids": torch.from_numpy(ids.astype(np.int64)),
-            "loss_mask": torch.from_numpy(mask.astype(np.uint8, copy=True)),
-            **states,
-        }
+            self._fill(row, {name: tensors[name][place].view(torch.uint16).numpy() for name in columns})
+        return {name: first[name] for name in ("sample_id", "source", "line")} | tensors
+
+    def _small_columns(self, row: int) -> dict[str, Any]:
+        """Everything of a row but its states; `input_ids` and `loss_mask` are arrays."""
+        table = self._read(lambda: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False))
+        cells = {name: table.column(name)[0] for name in SMALL_COLUMNS}
+        for name, cell in cells.items():
+            if not cell.is_valid or (name in LISTS and cell.values.null_count):
+                raise ShardError(f"{self.name}: damaged, row {row} has a null in column {name}")
+        return {name: cell.values.to_numpy() if name in LISTS else cell.as_py() for name, cell in cells.items()}
 
     def _fill(self, row: int, outs: Mapping[str, np.ndarray]) -> None:
         """Read state columns of one row into uint16 [S, H] arrays, each one contiguous."""
@@ -157,20 +171,25 @@ class ShardFile:
                 outs[name][:] = state.reshape(outs[name].shape)
 
     def _value_offset(self, row: int, column: str, nbytes: int) -> int | None:
-        """Where the value's bytes begin in the file; None if it is stored in a way that needs the decoder."""
+        """Where the value's bytes begin in the file; None if it is stored in a way that needs the decoder.
+
+        Sizes tell what is uncompressed: pyarrow ends the process (std::terminate) over `chunk.compression` where one
+        bit of the footer made it a codec that there is none of.
+        """
         if self._compression != "none":
             return None
         chunk = self._parquet.metadata.row_group(row).column(self._number[column])
-        if chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page or chunk.num_values != 1:
+        size = chunk.total_compressed_size
+        if size != chunk.total_uncompressed_size or chunk.has_dictionary_page or chunk.num_values != 1:
             return None
-        end = chunk.data_page_offset + chunk.total_compressed_size
-        header = chunk.total_compressed_size - nbytes - 4
-        return end - nbytes if 0 < header < 1024 else None  # a value of another length: let the decoder say so
+        start = chunk.data_page_offset + size - nbytes
+        header = size - nbytes - 4
+        return start if start >= 4 and 0 < header < 1024 else None  # another length: let the decoder say so
 
     def _read_local(self, row: int, column: str, offset: int, out: np.ndarray) -> None:
         prefix = bytearray(4)
         target = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
-        done = os.preadv(self._fd, [prefix, target], offset - 4) - 4
+        done = self._read(lambda: os.preadv(self._fd, [prefix, target], offset - 4)) - 4
         while 0 <= done < len(target):  # one call reads at most 2 GiB
             more = os.preadv(self._fd, [target[done:]], offset + done)
             if not more:
@@ -209,8 +228,3 @@ class ShardFile:
             return read()
         except READ_ERRORS as error:
             raise ShardError(f"{self.name}: damaged ({error})") from error
-
-
-def _list(table: pa.Table, column: str) -> np.ndarray:
-    """The values of a list column of a one-row table."""
-    return table.column(column)[0].values.to_numpy(zero_copy_only=False)

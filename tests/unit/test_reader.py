@@ -1,9 +1,12 @@
-"""hs_ray.reader on small outputs: values, order, sharding, resume, errors."""
+"""hs_ray.reader on small outputs: values, order, sharding, errors. Resuming: test_reader_resume.py."""
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from make_output import FAILED, MadeOutput, flip_byte, make_output
-from torch.utils.data import DataLoader
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, DistributedSampler
 
 from hs_ray import schema
 from hs_ray.errors import ConfigError, OutputError, ShardError
@@ -54,7 +58,7 @@ def test_every_sample_bit_exact(made: MadeOutput):
     dataset = HiddenStatesDataset(str(made.path))
     assert_equals_truth(dataset, made)
     assert len(dataset) == len(made.committed)
-    assert dataset[3]["sample_id"] == dataset.map_style()[3]["sample_id"] == made.samples[3].sample_id
+    assert dataset[3]["sample_id"] == made.samples[3].sample_id
     with pytest.raises(IndexError):
         dataset[len(dataset)]
 
@@ -142,36 +146,34 @@ def test_living_workers_see_the_next_epoch(made: MadeOutput):
     assert ids(loader) != first
 
 
-def test_resume_in_mid_epoch(made: MadeOutput):
-    dataset = HiddenStatesDataset(str(made.path), shuffle=True, seed=3)
-    expected = ids(dataset)
-    iterator = iter(dataset)
-    head = [next(iterator)["sample_id"] for _ in range(4)]
-    state = dataset.state_dict()
-    again = HiddenStatesDataset(str(made.path), shuffle=True)
-    again.load_state_dict(state)
-    assert head + ids(again) == expected
-    assert ids(again) == expected  # the next pass is a whole one
-    halves = [HiddenStatesDataset(str(made.path), shuffle=True, rank=r, world_size=2) for r in range(2)]
-    for half in halves:
-        half.load_state_dict(state)  # taken by one rank, continued by two
-    assert sorted(sum((ids(half) for half in halves), head)) == sorted(expected)
+@pytest.mark.parametrize("world", [1, 2])
+def test_map_style_leaves_the_sharing_to_the_sampler(made: MadeOutput, world: int):
+    got = []
+    for rank in range(world):
+        samples = HiddenStatesDataset(str(made.path), columns=[], rank=rank, world_size=world).map_style()
+        sampler = DistributedSampler(samples, num_replicas=world, rank=rank, shuffle=False)
+        got += ids(DataLoader(samples, batch_size=None, sampler=sampler))
+    assert sorted(set(got)) == sorted(made.samples[i].sample_id for i in made.committed)
+    assert samples[-1]["sample_id"] == samples[10]["sample_id"] == "id-11"
+    with pytest.raises(IndexError):
+        samples[11]
 
 
-def test_resume_behind_workers(made: MadeOutput):
-    dataset = HiddenStatesDataset(str(made.path), shuffle=True, batch_size=2)
-    expected = ids(dataset)
-    iterator = iter(DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=collate))
-    head = [name for _ in range(3) for name in next(iterator)["sample_id"]]
-    again = HiddenStatesDataset(str(made.path), shuffle=True, batch_size=2)
-    again.load_state_dict(dataset.state_dict(consumed=6))
-    assert head + ids(again) == expected
-
-
-def test_state_of_other_data_is_refused(made: MadeOutput):
-    dataset = HiddenStatesDataset(str(made.path))
-    with pytest.raises(ConfigError, match="5 samples"):
-        dataset.load_state_dict({**dataset.state_dict(), "num_samples": 5})
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_what_workers_hand_over_is_one_storage_and_bit_exact(made: MadeOutput, batch_size: int | None):
+    dataset = HiddenStatesDataset(str(made.path), batch_size=batch_size)
+    together = collate if batch_size else None
+    here, there = (
+        list(DataLoader(dataset, batch_size=batch_size, num_workers=workers, collate_fn=together)) for workers in (0, 2)
+    )
+    for one, other in zip(here, there, strict=True):
+        assert one.keys() == other.keys()
+        tensors = [name for name in one if isinstance(one[name], torch.Tensor)]
+        for name in one:
+            same = torch.equal(one[name], other[name]) if name in tensors else one[name] == other[name]
+            assert same, name
+        assert len({other[name].untyped_storage().data_ptr() for name in tensors}) == 1
+        assert len({one[name].untyped_storage().data_ptr() for name in tensors}) == len(tensors)
 
 
 def test_collate_pads_on_the_right(made: MadeOutput):
@@ -261,6 +263,176 @@ def test_importing_the_reader_loads_no_engine():
     code = f"import sys, hs_ray.reader; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# ---- damage ----
+
+
+def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m["shards"].append(m["shards"][0]), r"it names unit-000000 2 times"),
+        (lambda m: m["shards"][2].update(unit=7), r"it names unit-000007, counts\.units is 3"),
+        (
+            lambda m: m["shards"][2].update(path=m["shards"][0]["path"]),
+            r"it names shards/unit-000000-0001-aaaa\.parquet",
+        ),
+        (lambda m: m["shards"].pop(), r"its shards have 7 samples, counts\.committed is 11"),
+        (lambda m: m["counts"].pop("units"), r"counts\.units and counts\.committed must be whole numbers"),
+        (lambda m: m["counts"].update(committed="11"), r"counts\.units and counts\.committed must be whole numbers"),
+        (lambda m: m.pop("counts"), r"counts\.units and counts\.committed must be whole numbers"),
+        (lambda m: m.pop("shards"), r"shards a list"),
+        (lambda m: m["shards"][1].pop("unit"), r"shards\[1\]\.unit is missing"),
+        (lambda m: m["shards"][1].update(samples="3"), r"shards\[1\]\.samples is '3'"),
+        (lambda m: m["shards"][1].update(samples=-3), r"shards\[1\]\.samples is -3"),
+        (lambda m: m["shards"].insert(0, None), r"shards\[0\] is None"),
+    ],
+)
+def test_damaged_manifest(copy: Path, change: Callable[[Any], object], told: str):
+    edit_json(copy / schema.MANIFEST, change)
+    with pytest.raises(ShardError, match=rf"out/manifest\.json: damaged, .*{told}"):
+        HiddenStatesDataset(str(copy))
+
+
+def test_a_job_tells_damage_in_one_message(copy: Path):
+    edit_json(copy / schema.MANIFEST, lambda m: m["shards"].pop())
+    job = Path(__file__).parents[2] / "jobs" / "describe.py"
+    done = subprocess.run([sys.executable, job, f"output.path={copy}"], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.strip().startswith(f"{copy}/manifest.json: damaged, its shards have 7 samples")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda r: r.clear(), "fingerprint, config.output.compression, spec.layers, spec.final"),
+        (lambda r: r.update(config=None), "config.output.compression"),
+        (lambda r: r["spec"].update(layers=[2, 4]), "spec.layers"),
+        (lambda r: r["spec"].update(final="norm"), "spec.final"),
+        (lambda r: r["spec"].update(hidden_size=None), "spec.hidden_size"),
+    ],
+)
+def test_foreign_run_json(copy: Path, change: Callable[[Any], object], told: str):
+    edit_json(copy / schema.RUN_JSON, change)
+    with pytest.raises(OutputError, match=rf"_run/run\.json is not one of hs_ray's, or damaged: no usable {told}"):
+        HiddenStatesDataset(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (b'{"byte_order"', b'{\xe2byte_order"', r"damaged \("),  # no longer UTF-8
+        (b'{"byte_order"', b'{*byte_order"', r"damaged \("),  # no longer JSON
+        (b'"hidden_size"', b'"hadden_size"', "no usable hidden_size in its footer"),
+        (b'"hidden_size": 64', b'"hidden_size": 65', "hidden_size 65, the run's is 64"),
+        (b'"compression": "none"', b'"compression": "nonf"', "compression 'nonf', the run's is 'none'"),
+        (b"hidden_2", b"hid\xe4en_2", "not a readable Parquet file"),
+    ],
+)
+def test_damaged_footer(copy: Path, before: bytes, after: bytes, told: str):
+    path = copy / schema.shard_path(0, "0001-aaaa")
+    damage_footer(path, before, after)
+    with pytest.raises(ShardError, match=rf"unit-000000-0001-aaaa\.parquet: .*{told}"):
+        HiddenStatesDataset(str(copy))[0]
+
+
+def damage_footer(path: Path, before: bytes, after: bytes) -> None:
+    """Replace the first `before` in the Parquet footer itself; Arrow's own schema in it is base64."""
+    data = path.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    assert before in data[start:]
+    path.write_bytes(data[:start] + data[start:].replace(before, after, 1))
+
+
+@pytest.mark.parametrize("compression", ["none", "split_zstd"])
+def test_a_codec_that_there_is_none_of_never_ends_the_process(tmp_path: Path, compression: str):
+    made = make_output(tmp_path / "out", compression=compression)
+    name = b"hidden_2_lo" if compression == "split_zstd" else b"hidden_2"
+    # Thrift: the column's path, then field `codec`, a zigzag number: 0 is uncompressed, 16 is codec 8.
+    damage_footer(made.shard(0), name + b"\x15\x00", name + b"\x15\x10")
+    code = f"""
+import hs_ray.reader
+from hs_ray.errors import ShardError
+try:
+    print(int(hs_ray.reader.HiddenStatesDataset({str(made.path)!r})[0]["hidden_2"].view(hs_ray.reader.torch.int16).sum()))
+except ShardError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if compression == "none":  # the bytes are read where they lie, and are right
+        assert int(result.stdout) == made.states[0]["hidden_2"].view(np.int16).sum(dtype=np.int64)
+    else:
+        assert "unit-000000-0001-aaaa.parquet: damaged" in result.stdout
+
+
+def rewrite_rows(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Write a shard again with other rows, the manifest's size with it."""
+    table, size = pq.read_table(path), path.stat().st_size
+    rows = table.to_pylist()
+    change(rows)
+    fields = [field.with_nullable(True) for field in table.schema]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(fields, metadata=table.schema.metadata))
+    pq.write_table(table, path, compression="none", row_group_size=1)
+    manifest = path.parents[1] / schema.MANIFEST
+    manifest.write_text(manifest.read_text().replace(f'"bytes": {size}', f'"bytes": {path.stat().st_size}'))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda rows: rows[1]["input_ids"].__setitem__(2, None), "row 1 has a null in column input_ids"),
+        (lambda rows: rows[1]["loss_mask"].__setitem__(0, None), "row 1 has a null in column loss_mask"),
+        (lambda rows: rows[1].update(input_ids=None), "row 1 has a null in column input_ids"),
+        (lambda rows: rows[1].update(num_tokens=None), "row 1 has a null in column num_tokens"),
+        (lambda rows: rows[1].update(sample_id=None), "row 1 has a null in column sample_id"),
+        (
+            lambda rows: rows[1].update(input_ids=[], loss_mask=[], num_tokens=0, sample_tokens=0, hidden_2=b""),
+            "row 1 has 0 tokens",
+        ),
+    ],
+)
+def test_nulls_and_rows_without_tokens(made: MadeOutput, copy: Path, change: Callable[[Any], object], told: str):
+    rewrite_rows(copy / schema.shard_path(0, "0001-aaaa"), change)
+    dataset = HiddenStatesDataset(str(copy))
+    assert np.array_equal(bits(dataset[0]["hidden_2"]), made.states[0]["hidden_2"])
+    with pytest.raises(ShardError, match=rf"unit-000000-0001-aaaa\.parquet: damaged, {told}"):
+        dataset[1]
+
+
+def test_a_shard_that_begins_inside_a_sample(copy: Path):
+    path = copy / schema.shard_path(0, "0001-aaaa")
+    rewrite_rows(path, lambda rows: (rows[0].update(token_start=3), rows.append(rows[1] | {"sample_id": "more"})))
+    with pytest.raises(ShardError, match=r"unit-000000-0001-aaaa\.parquet: damaged, begins in the middle of a sample"):
+        HiddenStatesDataset(str(copy))[0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "metadata", "told"),
+    [
+        (64, {"eps": "1e-06"}, r"damaged \(KeyError\('kind'\)\)"),
+        (64, {"eps": "small", "kind": "rms_norm"}, r"damaged \(ValueError"),
+        (
+            64,
+            {"eps": "1e-06", "kind": "rms_norm", "sha256": "0" * 64},
+            "its weight, eps or kind is not what was written",
+        ),
+        (1, {"eps": "1e-06", "kind": "rms_norm"}, r"its weight is \[1\], hidden_size 64"),  # would fit any width
+    ],
+)
+def test_damaged_final_norm(copy: Path, weight: int, metadata: dict[str, str], told: str):
+    save_file({"weight": torch.ones(weight)}, copy / schema.FINAL_NORM, metadata=metadata)
+    dataset = HiddenStatesDataset(str(copy))
+    with pytest.raises(ShardError, match=rf"_run/final_norm\.safetensors: .*{told}"):
+        dataset.to_post_norm(dataset[0]["final_pre_norm"])
+    (copy / schema.FINAL_NORM).write_bytes(b"\xff" * 100)
+    with pytest.raises(ShardError, match=r"_run/final_norm\.safetensors: damaged"):
+        dataset.to_post_norm(dataset[0]["final_pre_norm"])
 
 
 # ---- S3 ----
