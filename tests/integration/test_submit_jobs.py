@@ -186,6 +186,7 @@ def test_a_run_with_rejects_and_one_that_cannot_start(head: RayHead, place: Path
     assert (run.cli_code, run.info["driver_exit_code"]) == (1, 3), run.log  # the CLI knows only 0 and 1
     check_log("rejects", run.log)
     assert run.manifest()["counts"]["rejected"] == 2
+    check_metrics(head, run, run.manifest()["counts"])
     wrong = submit(head, place, "cannot-start", "layers=[3,99]", "max_seq_len=100000")
     assert (wrong.cli_code, wrong.info["driver_exit_code"]) == (1, 2)
     check_log("cannot-start", wrong.log)
@@ -204,7 +205,12 @@ def check_dashboard(run: Submitted, units: int) -> None:
 
 def check_metrics(head: RayHead, run: Submitted, counts: dict[str, Any]) -> None:
     """Their totals are the manifest's. Workers report every few seconds, the node's agent when it can."""
-    expected = {"tokens": counts["tokens"], "samples": counts["committed"], "bytes_written": counts["bytes"]}
+    expected = {
+        "tokens": counts["tokens"],
+        "samples": counts["committed"],
+        "bytes_written": counts["bytes"],
+        "rejected": counts["rejected"] + counts["failed"],
+    }
     deadline = time.monotonic() + METRICS_S
     while True:
         now = head.scrape()
