@@ -59,8 +59,8 @@ def test_missing_where_no_pre_norm_state_is(tmp_path: Path):
         (torch.tensor([float("nan"), float("inf")] + [1.0] * (H - 2)), {}, "2 of 64 weights are NaN or infinite"),
         (torch.ones(H), {"eps": "nan"}, "its eps is nan"),
         (torch.ones(H), {"eps": "-1.0"}, "its eps is -1.0"),
-        (torch.ones(H), {"eps": "small"}, "cannot be read"),
-        (torch.ones(H), {"kind": "batch_norm"}, "cannot be read"),
+        (torch.ones(H), {"eps": "small"}, "cannot be used"),
+        (torch.ones(H), {"kind": "batch_norm"}, "cannot be used"),
     ],
 )
 def test_what_cannot_be_applied(made: MadeOutput, weight: torch.Tensor, facts: dict[str, str], text: str):
@@ -71,7 +71,7 @@ def test_what_cannot_be_applied(made: MadeOutput, weight: torch.Tensor, facts: d
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0[1, 2] \n", b"\xff" * 200])
 def test_no_safetensors_file(made: MadeOutput, content: bytes):
     (made.path / schema.FINAL_NORM).write_bytes(content)
-    assert "cannot be read" in told(made)
+    assert "cannot be used" in told(made)
 
 
 def test_a_flipped_bit(made: MadeOutput):
