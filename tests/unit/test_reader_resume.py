@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hs_ray.errors import ConfigError
 from hs_ray.reader import HiddenStatesDataset, collate
+from hs_ray.reader.order import Place
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,21 @@ def test_the_first_pass_is_told_from_the_next_with_the_same_seed(made: MadeOutpu
     dataset.load_state_dict({**dataset.state_dict(), "position": 4})
     passes = [batch_ids(load(dataset, 2, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
     assert passes == [whole[4:], whole]
+
+
+def test_each_worker_tells_the_first_pass_by_itself():
+    """In whichever order they begin, and though a worker of the first pass was killed before it began."""
+
+    def begins(number: int, workers: int, seed: int) -> int:
+        return place.begin(SimpleNamespace(id=number, num_workers=workers, seed=seed + number))
+
+    place = Place()
+    place.move(0, 4)
+    assert begins(0, 1, seed=7) == 4
+    assert begins(1, 2, seed=7) == begins(0, 2, seed=7) == place.position == 0
+    place.move(0, 4)
+    assert begins(1, 2, seed=7) == 4
+    assert begins(0, 2, seed=8) == begins(1, 2, seed=8) == place.position == 0
 
 
 def test_a_pass_that_was_given_up_at_once_was_the_first(made: MadeOutput):
