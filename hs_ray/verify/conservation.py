@@ -104,9 +104,12 @@ def _line(reject: Reject) -> Line:
 
 
 def _rejected(storage: Storage, number: int, report: Report) -> list[Line] | None:
-    """What planning refused; None where that cannot be read. number: how many the plan says there are."""
-    if not number and not storage.exists(REJECTED):
-        return []
+    """What planning refused; None where that is not known. number: how many the plan says there are.
+
+    The contract does not name this file: an output may be without it, and the numbers have to do.
+    """
+    if not storage.exists(REJECTED):
+        return None if number else []
     try:
         with storage.open(REJECTED) as file:
             rows = pq.ParquetFile(file).read(columns=list(LINE_COLUMNS)).to_pylist()
