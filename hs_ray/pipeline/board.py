@@ -79,13 +79,16 @@ class Reporter:
             if answer is not None and ray.wait([answer], timeout=0)[0] and ray.get(answer):
                 self.draining.set()
             with self._lock:
-                if self._refresh is not None:
-                    self._refresh(self.state)
-                self.state.idle_s = time.monotonic() - self._moved
-                self.state.draining = self.draining.is_set()
-                answer = self._board.push.remote(self.state)
+                answer = self._push()
             if self._stop.wait(PUSH_SECONDS):
                 return
+
+    def _push(self) -> Any:
+        if self._refresh is not None:
+            self._refresh(self.state)
+        self.state.idle_s = time.monotonic() - self._moved
+        self.state.draining = self.draining.is_set()
+        return self._board.push.remote(self.state)
 
     def set(self, state: str, detail: str = "") -> None:
         with self._lock:
@@ -110,6 +113,7 @@ class Reporter:
     def end(self, unit: int) -> None:
         with self._lock:
             self.state.units.remove(unit)
+            self._push()  # before the driver hears of the unit, which may be the run's last
 
     def close(self) -> None:
         self._stop.set()

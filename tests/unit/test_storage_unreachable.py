@@ -30,10 +30,10 @@ NO_CONNECTION = [  # none of them one of Python's ConnectionErrors
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Options for an endpoint that refuses connections, which is given up at the first."""
+    """Options for an endpoint that refuses connections, which is given up after 2 s."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, ENVIRONMENT[name])
-    monkeypatch.setattr(s3_requests, "FIRST_ANSWER_S", 0.05)
+    monkeypatch.setattr(s3_requests, "FIRST_ANSWER_S", 2.0)
     with socket.socket() as taken:  # bound and not listening: nobody else gets the port meanwhile
         taken.bind(("127.0.0.1", 0))
         yield {"endpoint_url": f"http://127.0.0.1:{taken.getsockname()[1]}"}
