@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from damage import copied, found
+from damage import found
 from make_output import (
     H,
     MadeOutput,
@@ -33,16 +33,6 @@ from hs_ray.verify import verify_integrity, verify_reference
 from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 @pytest.mark.parametrize("compression", ["none", "split_zstd"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import copied
 from make_output import MadeOutput, make_output, rewrite
 
 from hs_ray import schema
@@ -17,16 +16,6 @@ from hs_ray.verify.argmax import _compare, _scaled, output_matrix
 from hs_ray.verify.report import ReferenceReport
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 def test_argmax_is_a_figure(made: MadeOutput):

@@ -1,23 +1,11 @@
 """verify.content: what a capture could take from the device wrongly. Checksums, taken there, too, would fit."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from damage import copied, found
-from make_output import MadeOutput, make_output, rewrite
+from damage import found
+from make_output import MadeOutput, rewrite
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 def test_states_of_another_sample(made: MadeOutput):

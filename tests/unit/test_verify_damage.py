@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import copied, edit_json, flip_bit, found
+from damage import edit_json, flip_bit, found
 from make_output import MadeOutput, make_output, read_marker, rewrite
 
 from hs_ray import schema
@@ -23,16 +23,6 @@ from hs_ray.verify.shard import audit_shard
 
 MARKER = schema.marker_path(1)
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 # ---- one flipped bit ----

@@ -10,23 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from damage import copied, edit_json, found
+from damage import edit_json, found
 from make_output import REJECT_COLUMNS, MadeOutput, make_output, read_marker, write_manifest
 
 from hs_ray import schema
 from hs_ray.schema import Reject
 
 REJECTS_FILE = "_rejects/rejects.jsonl"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 def failed(made: MadeOutput, *numbers: int) -> list[Reject]:

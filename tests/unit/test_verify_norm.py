@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from damage import copied, edit_json, flip_bit, found
+from damage import edit_json, flip_bit, found
 from make_output import H, MadeOutput, make_output, write_norm
 
 from hs_ray import schema
@@ -15,16 +15,6 @@ from hs_ray.reader import FinalNorm, load_final_norm
 from hs_ray.storage import open_storage
 from hs_ray.verify import verify_reference
 from hs_ray.weights import norm_digest
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 def norm_of(made: MadeOutput) -> FinalNorm:

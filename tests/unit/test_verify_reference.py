@@ -5,24 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import copied
-from make_output import MadeOutput, make_output
+from make_output import MadeOutput
 
 from hs_ray import schema
 from hs_ray.errors import ConfigError
 from hs_ray.verify import verify_reference
 from hs_ray.verify.reference import Errors, _judge
 from hs_ray.verify.report import ReferenceReport
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("verify") / "out")
-
-
-@pytest.fixture
-def made(base: MadeOutput, tmp_path: Path) -> MadeOutput:
-    return copied(base, tmp_path / "out")
 
 
 def test_reference_passes_and_needs_the_model(made: MadeOutput):
