@@ -65,6 +65,20 @@ def _descendants(pid: int) -> set[int]:
         family |= more
 
 
+def _marked(folders: list[str]) -> set[int]:
+    """Processes that were started with one of the folders as TMPDIR.
+
+    Also what began since the last look: its parent is gone, so that nothing else tells whose it is.
+    """
+    marks = {b"TMPDIR=" + os.fsencode(folder) for folder in folders}
+    found = set()
+    for pid in _parents():
+        with contextlib.suppress(OSError):
+            if marks & set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.add(pid)
+    return found
+
+
 def _started(pid: int) -> str | None:
     """Start time in clock ticks: tells a process from a later one with the same pid."""
     try:
@@ -101,8 +115,8 @@ def _unlink(inodes: set[int]) -> None:
                 entry.unlink()
 
 
-def watch(pid: int) -> None:
-    """Return once `pid` is gone and nothing of it is left."""
+def watch(pid: int, folders: list[str]) -> None:
+    """Return once `pid` is gone and nothing of it is left. folders: its own, TMPDIR of what it starts."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -116,8 +130,10 @@ def watch(pid: int) -> None:
                 family[member] = started
             files |= _mapped(member)
         files |= _mapped(pid)
-    late = {member for known in family for member in _descendants(known)} - family.keys()  # since the last look
+    # What began since the last look.
+    late = ({member for known in family for member in _descendants(known)} | _marked(folders)) - family.keys()
     family |= {member: started for member in late if (started := _started(member)) is not None}
+    files |= set().union(*map(_mapped, late))
     for member, started in family.items():
         if _started(member) == started and not _is_janitor(member):
             with contextlib.suppress(OSError):
@@ -135,8 +151,9 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # holding the engine's output open would keep its readers waiting
         os.dup2(null, stream)
-    watch(int(sys.argv[1]))
-    for folder in sys.argv[2:]:
+    folders = sys.argv[2:]
+    watch(int(sys.argv[1]), folders)
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

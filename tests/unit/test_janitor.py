@@ -43,3 +43,23 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
         left = {path.name for path in Path("/dev/shm").iterdir()} & {n for n in mine if n == name or n[:4] == "sem."}
     assert left == set() and list(tmp_path.iterdir()) == []
     assert not Path(f"/proc/{child}").exists()
+
+
+LAST_MOMENT = """
+import os, signal, subprocess
+from hs_ray.engine import janitor
+janitor.start(janitor.own_temporary_folder())
+print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_the_janitor_never_saw_is_ended(tmp_path: Path) -> None:
+    """As a detokenizer that was about to start when the scheduler beside it was killed."""
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LAST_MOMENT], stdout=subprocess.PIPE, text=True, env=env, check=False)
+    child = Path(f"/proc/{int(done.stdout)}")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (child.exists() or any(tmp_path.iterdir())):
+        time.sleep(0.1)
+    assert not child.exists() and list(tmp_path.iterdir()) == []
