@@ -94,15 +94,18 @@ def load_json(storage: Storage, path: str) -> dict[str, Any] | None:
     return content
 
 
-def load_run(storage: Storage) -> dict[str, Any]:
-    """`_run/run.json`. Raises OutputError if this is no output of hs_ray, ShardError if the file is no JSON."""
+def load_run(storage: Storage, also: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """`_run/run.json`. Raises OutputError if this is no output of hs_ray, ShardError if the file is no JSON.
+
+    also: what the caller believes of it beyond what readers need.
+    """
     run = load_json(storage, RUN_JSON)
     if run is None:
         raise OutputError(
             f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path"
         )
-    wrong = [name for name, kind in NEEDED.items() if type(_at(run, name)) is not kind]
-    if not wrong:
+    wrong = [name for name, kind in (NEEDED | dict(also or {})).items() if type(_at(run, name)) is not kind]
+    if not wrong:  # the spec is there
         spec = run["spec"]
         ids = [layer.get("id") if isinstance(layer, dict) else None for layer in spec["layers"]]
         wrong += ["spec.layers"] if any(type(i) is not int for i in ids) else []
