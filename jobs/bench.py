@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import _checkout  # noqa: F401  (makes the clone importable)
@@ -16,6 +16,7 @@ def main(job: BenchJob) -> int:
     from hs_ray.bench.planning import bench_plan
     from hs_ray.bench.reading import bench_read
     from hs_ray.bench.run import bench_rows, resolve_bench, workloads
+    from hs_ray.engine import janitor
 
     if job.bench.plan_samples or job.bench.plan_chats:
         print(bench_plan(job))
@@ -29,7 +30,8 @@ def main(job: BenchJob) -> int:
     rows = []
     print(timing.HEAD, flush=True)
     with tempfile.TemporaryDirectory(prefix="hs_ray_bench-", dir=setting.folder) as folder:
-        for row in bench_rows(job, setting, prompts, Path(folder)):
+        janitor.start(folder)  # a benchmark that is killed must not leave gigabytes in memory
+        for row in bench_rows(job, replace(setting, folder=folder), prompts, Path(folder)):
             rows.append(row)  # each is shown and kept as soon as it is there: a run may be cut off
             print(timing.format_row(row), flush=True)
             if job.bench.json:
