@@ -231,8 +231,11 @@ class BenchConfig:
     prompt_tokens: list[int] = _key([512], "prompt lengths, each timed on its own")
     mix: bool = _key(False, "also time a mix of lengths: median 1,500, tail to 8,192")
     tokens: int = _key(20000, "tokens of one timing")
-    repeats: int = _key(3, "timings of each way, interleaved; the median counts")
+    repeats: int = _key(3, "timings of each way; the median counts")
     path: str | None = _key(None, "where capture + write writes; null: /dev/shm")
+    side_by_side: bool | None = _key(
+        None, "an engine for each way at once, timed in turn, instead of one after the other; null: on CPU only"
+    )
     transformers: bool = _key(False, "also time transformers + hooks + torch.save")
     whole_job: bool = _key(True, "also time the whole job through Ray Data")
     replicas: list[int] = _key([], "instead: the whole job with each of these numbers of engines, against the first")

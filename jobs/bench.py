@@ -36,6 +36,7 @@ def main(job: BenchJob) -> int:
             print(timing.format_row(row), flush=True)
             if job.bench.json:
                 Path(job.bench.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    rows.sort(key=lambda row: list(prompts).index(row.prompts))  # by what was sent, not by when it was timed
     print("\n".join([timing.HEAD, *map(timing.format_row, rows)]), flush=True)
     return 0
 

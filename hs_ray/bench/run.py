@@ -1,5 +1,6 @@
 """From a BenchJob to rows: what is timed, on what, in which order."""
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,13 +65,24 @@ def bench_rows(job: BenchJob, setting: Setting, work: Mapping[str, Prompts], fol
 
 
 def _engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -> Iterator[Row]:
-    """Every way in its own process, all of them up at once, timed in turn."""
+    """Every way in its own process; all of them up at once and timed in turn, or one after the other."""
     makers: dict[str, Callable[[Setting], Way]] = {
         "bare engine": Bare,
         "capture": Capture,
         "capture + write": CaptureWrite,
         **({"transformers + save": Transformers} if job.bench.transformers else {}),
     }
+    options = setting.options
+    together = options.device == "cpu" if job.bench.side_by_side is None else job.bench.side_by_side
+    groups = [makers] if together else [{name: maker} for name, maker in makers.items()]
+    yardsticks: dict[str, float] = {}
+    for group in groups:
+        with _started(group, setting) as processes:
+            yield from timing.compare(processes, work, job.bench.repeats, options.spec.bytes_per_token, yardsticks)
+
+
+@contextlib.contextmanager
+def _started(makers: Mapping[str, Callable[[Setting], Way]], setting: Setting) -> Iterator[dict[str, timing.Process]]:
     options = setting.options
     warm = prompts.equal(min(512, options.max_seq_len), WARM_TOKENS * max(options.chunk, 1), options.vocab_size, seed=0)
     processes = {name: timing.Process(maker, setting) for name, maker in makers.items()}  # they start side by side
@@ -79,7 +91,7 @@ def _engine_ways(job: BenchJob, setting: Setting, work: Mapping[str, Prompts]) -
             process.wait()
         for process in processes.values():
             process.time(warm)
-        yield from timing.compare(processes, work, job.bench.repeats, options.spec.bytes_per_token)
+        yield processes
     finally:
         for process in processes.values():
             process.close()

@@ -55,11 +55,16 @@ class Row:
 
 
 def compare(
-    ways: Mapping[str, Process], workloads: Mapping[str, Prompts], repeats: int, bytes_per_token: int
+    ways: Mapping[str, Process],
+    workloads: Mapping[str, Prompts],
+    repeats: int,
+    bytes_per_token: int,
+    yardsticks: dict[str, float],
 ) -> Iterator[Row]:
-    """Time every way on every workload, the ways in turn within each repeat. The first way is the yardstick.
+    """Time every way on every workload, the ways in turn within each repeat.
 
-    A workload's rows come as soon as it is timed: what was measured before a run is cut off is not lost.
+    yardsticks: workload -> seconds of the way that was timed first, which the ratios are to; it is put there by the
+    first call. A workload's rows come as soon as it is timed: what was measured before a run is cut off is not lost.
     """
     for label, prompts in workloads.items():
         tokens = sum(len(p) for p in prompts)
@@ -72,10 +77,10 @@ def compare(
                 for index, key in enumerate(("waited", "idle")):
                     lost[name][index] += result.get(key, 0.0) / repeats
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        yardstick = medians[next(iter(ways))]
         for name, times in seconds.items():
             rate = tokens / medians[name]
-            captured = 0.0 if name == next(iter(ways)) else rate * bytes_per_token / 1e9
+            captured = rate * bytes_per_token / 1e9 if label in yardsticks else 0.0
+            yardstick = yardsticks.setdefault(label, medians[name])
             spread = (max(times) - min(times)) / medians[name]
             yield Row(label, name, rate, yardstick / medians[name], captured, spread, *lost[name])
 

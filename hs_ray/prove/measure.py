@@ -27,7 +27,8 @@ from hs_ray.prove.compare import ColumnResult, States, compare, table, worst_of
 from hs_ray.prove.proofs import Proof
 from hs_ray.prove.reference import Reference, load_model
 from hs_ray.prove.request import Request
-from hs_ray.prove.twin import VOCAB, make_twin
+from hs_ray.prove.shrink import VOCAB
+from hs_ray.prove.twin import make_twin, reference_folder
 from hs_ray.schema import CaptureSpec
 
 CHUNK = 128  # tokens of one forward pass: the longer prompts are split
@@ -77,7 +78,9 @@ def reference_states(
 
     found: list[list[States]] = []
     for dtype in (torch.float32, torch.bfloat16):
-        reference = Reference(load_model(folder, dtype, request.device, request.code is not None), spec)
+        reference = Reference(
+            load_model(reference_folder(folder), dtype, request.device, request.code is not None), spec
+        )
         found.append([reference.states(prompt) for prompt in prompts])
         del reference
     if request.device == "cuda":

@@ -93,7 +93,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "kimi_k25": {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "tie_word_embeddings": False,
         "media_placeholder_token_id": 163605, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "text_config": {"architectures": ["DeepseekV3ForCausalLM"], **_PLAIN, **_DEEPSEEK, "vocab_size": 163840,
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config",
+                     "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
+        "text_config": {"architectures": ["DeepseekV3ForCausalLM"], **_PLAIN, **_DEEPSEEK, "model_type": "kimi_k2",
+                        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config",
+                                     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+                        "vocab_size": 163840,
                         "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1,
                         "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827},
         "vision_config": {"vt_hidden_size": 1152, "vt_intermediate_size": 4304, "vt_num_attention_heads": 16,

@@ -26,7 +26,7 @@ def test_rows_are_medians_and_ratios_to_the_first_way() -> None:
     ours = Timed(*[{"seconds": 4.0, "waited": waited, "idle": 1.5} for waited in (0.0, 0.3, 0.9)])
     part = Timed(*[{"seconds": 1.0, "tokens": 100}] * 3)  # a slow way, on a quarter of the prompts
     ways: Any = {"bare": bare, "ours": ours, "part": part}
-    rows = list(compare(ways, {"two": PROMPTS}, 3, 10**6))  # type: ignore[dict-item]
+    rows = list(compare(ways, {"two": PROMPTS}, 3, 10**6, {}))  # type: ignore[dict-item]
     assert [(row.way, row.tokens_per_s, row.ratio) for row in rows] == [
         ("bare", 200.0, 1.0),
         ("ours", 100.0, 0.5),
@@ -36,6 +36,18 @@ def test_rows_are_medians_and_ratios_to_the_first_way() -> None:
     assert rows[0].spread == 4.5
     assert (rows[1].waited_s, rows[1].idle_s) == pytest.approx((0.4, 1.5))
     assert len(format_row(rows[1])) == len(HEAD)
+
+
+def test_ways_that_are_timed_apart_have_the_same_yardstick() -> None:
+    """A large model does not fit a GPU three times: each way comes in a call of its own."""
+    yardsticks: dict[str, float] = {}
+    seconds = {"bare": 2.0, "ours": 4.0}
+    rows = [
+        row
+        for name, took in seconds.items()
+        for row in compare({name: Timed({"seconds": took})}, {"two": PROMPTS}, 1, 10**6, yardsticks)  # type: ignore[dict-item]
+    ]
+    assert [(row.way, row.ratio, row.gb_per_s) for row in rows] == [("bare", 1.0, 0.0), ("ours", 0.5, 0.1)]
 
 
 def test_bars_are_as_long_as_the_rates() -> None:

@@ -26,7 +26,8 @@ from hs_ray.prove.proofs import Key, Proof, add_proofs, cached_path, find_proof,
 from hs_ray.prove.reference import Reference, load_model
 from hs_ray.prove.request import Request
 from hs_ray.prove.shapes import SHAPES
-from hs_ray.prove.twin import make_twin, shrink
+from hs_ray.prove.shrink import shrink
+from hs_ray.prove.twin import make_twin, reference_folder
 
 ROOT = Path(__file__).parents[2]
 LAYERS = 4
@@ -228,6 +229,39 @@ def test_special_tokens_are_in_no_prompt() -> None:
     special = {*config["eos_token_id"], config["image_token_id"], config["bos_token_id"]}
     assert not used & special
     assert all(token < config["vocab_size"] for token in special)
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder with code for some older transformers, as models are published."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for name in ("configuration_kimi_k25", "modeling_kimi_k25", "configuration_deepseek", "modeling_deepseek"):
+        (folder / f"{name}.py").write_text("raise ImportError('no longer in transformers')")
+    return folder
+
+
+def test_a_wrapper_that_transformers_may_not_know(tmp_path: Path, code: Path) -> None:
+    """Kimi-K2.5: its language model's own class is the reference, and none of the code that comes with it is run."""
+    config = make_twin(SHAPES["kimi_k25"], tmp_path / "twin", code=code)
+    assert (config["model_type"], config["text_config"]["model_type"]) == ("kimi_k25", "kimi_k2")
+    assert "auto_map" not in json.dumps(config)
+    import torch
+    from safetensors.torch import load_file
+
+    inside = reference_folder(tmp_path / "twin")
+    model = load_model(inside, torch.bfloat16, "cpu", trust_remote_code=True)
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    wrapped = load_file(tmp_path / "twin" / "model.safetensors")
+    assert {name.removeprefix("language_model.") for name in wrapped} == set(load_file(inside / "model.safetensors"))
+
+
+def test_a_model_type_that_transformers_does_not_know(tmp_path: Path, code: Path) -> None:
+    """Kimi-K2 is published as a DeepseekV3ForCausalLM of model_type kimi_k2."""
+    shape = {**SHAPES["kimi_k25"]["text_config"], "model_type": "kimi_k2"}
+    assert "auto_map" in shape
+    assert make_twin(shape, tmp_path / "twin", code=code)["model_type"] == "deepseek_v3"
+    assert reference_folder(tmp_path / "twin") == tmp_path / "twin"
 
 
 def test_quantization_is_not_part_of_a_twin() -> None:
