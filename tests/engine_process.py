@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from hs_ray.engine.patching import installed_release
 from hs_ray.schema import CaptureSpec, ColumnStats
 
 START_S, RUN_S = 400, 400
+ATTENTION = os.environ.get("HS_RAY_TEST_ATTENTION", "triton")  # on a GPU; triton needs no package
 
 
 @dataclass
@@ -49,9 +51,9 @@ def options_for(folder: Path, layers: tuple[int, ...] | None = None, **changes: 
     options = replace(options, **changes)
     if options.device == "cpu":
         return options
-    # Several engines of a test share the GPU: a pool no larger than they need, and the backend that needs no package.
+    # Several engines of a test share the GPU: a pool no larger than they need.
     pool = {"max_total_tokens": 2 * max(options.max_seq_len, options.chunk)}
-    return replace(options, mem_fraction_static=0.5, attention_backend="triton", args=pool | dict(options.args))
+    return replace(options, mem_fraction_static=0.5, attention_backend=ATTENTION, args=pool | dict(options.args))
 
 
 class EngineProcess:

@@ -209,6 +209,11 @@ class HiddenStateEngine:
             )
 
     @property
+    def attention_backend(self) -> str:
+        """The one that SGLang uses: ours to choose or its own choice."""
+        return str(self._engine.server_args.attention_backend)
+
+    @property
     def busy_s(self) -> float:
         """Seconds with at least one sample in the engine."""
         return self._busy.seconds

@@ -26,7 +26,7 @@ before by `python jobs/prove.py model.path=...`; `capture.prove=never` takes the
 ## Proven
 """
 
-HEADINGS = ("class", "SGLang", "device", "captured by", "error by layer id", "pre-norm", "post-norm")
+HEADINGS = ("class", "SGLang", "device", "attention", "captured by", "error by layer id", "pre-norm", "post-norm")
 MEASURED = ("bf16 run", "worst token", "date")
 
 
@@ -48,7 +48,8 @@ def _proven(proofs: list[Proof]) -> str:
         by_id = " ".join(f"{name.removeprefix('hidden_')}:{value:.4f}" for name, value in ids.items())
         finals = [f"{proof.errors[name]:.4f}" for name in ("final_pre_norm", "final_post_norm")]
         device = f"{proof.versions.get('hardware', proof.device)}{', tp_size > 1' if proof.parallel else ''}"
-        cells = [f"`{proof.architecture}`", proof.release, device, proof.how, by_id, *finals]
+        attention = proof.versions.get("attention", "")
+        cells = [f"`{proof.architecture}`", proof.release, device, attention, proof.how, by_id, *finals]
         cells += [f"{max(proof.bf16_errors.values()):.4f}", f"{proof.worst_token:.3f}", proof.date]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

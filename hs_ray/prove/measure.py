@@ -55,7 +55,8 @@ def measure(request: Request) -> Proof:
         truth, bf16 = reference_states(request, folder, spec, prompts)
         with running_engine(request, folder, spec) as engine:
             runs = [compare(ours, truth, bf16, spec.columns) for ours in all_ways(engine, prompts)]
-    return _proof(request, str(entry), worst_of(runs), time.monotonic() - started)
+            attention = engine.attention_backend
+    return _proof(request, str(entry), worst_of(runs), attention, time.monotonic() - started)
 
 
 def spec_of(config: dict) -> CaptureSpec:
@@ -136,12 +137,13 @@ def together(engine: Any, prompts: Prompts) -> list[States]:
     return found
 
 
-def _proof(request: Request, how: str, results: Sequence[ColumnResult], seconds: float) -> Proof:
+def _proof(request: Request, how: str, results: Sequence[ColumnResult], attention: str, seconds: float) -> Proof:
     key = request.key
     names = ("torch", "transformers")
     versions = {name: importlib.metadata.version(name) for name in names}
     versions["patch"] = patching.Patch.for_release(request.release).digest[:12]
     versions["hardware"] = _hardware(request.device)
+    versions["attention"] = attention
     return Proof(
         architecture=key.architecture,
         release=key.release,
