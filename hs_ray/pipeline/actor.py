@@ -25,7 +25,7 @@ from hs_ray.errors import RunError
 from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
 from hs_ray.model import local_weights, resolve_model
-from hs_ray.pipeline.board import EngineState, Reporter
+from hs_ray.pipeline.board import EngineState, Reporter, starts_in_a_row
 from hs_ray.pipeline.resources import fit_ring, node_memory
 from hs_ray.plan import read_unit
 from hs_ray.schema import Marker, Sample, marker_path
@@ -117,16 +117,15 @@ class HiddenStateExtractor:
         self.reporter = Reporter(
             board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
         )
-        actor = ray.get_runtime_context().get_actor_id()
         try:
-            if (start := ray.get(board.starting.remote(actor))) > START_DEATHS:
+            if (start := starts_in_a_row(board)) > START_DEATHS:
                 raise RunError(
                     f"an engine of node {node} died {start - 1} times in a row while it started; its output, in this "
                     f"log and the actor's, says why (out of memory: lower engine.mem_fraction_static, raise "
                     f"engine.tp_size)"
                 )
             self.engine = self._prepare()
-            board.started.remote(actor)
+            board.started.remote(ray.get_runtime_context().get_actor_id())
             self.reporter.set("running")
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
             self._failure = error

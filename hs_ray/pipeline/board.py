@@ -1,8 +1,9 @@
 """What every engine is doing right now, in a small actor that the driver reads for its progress lines.
 
-Nothing depends on it: what is committed is known from markers alone.
+No run depends on it: what is committed is known from markers alone, and it may be gone with its node.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 PUSH_SECONDS = 2.0
+ASK_SECONDS = 30.0
 
 
 @dataclass
@@ -31,23 +34,24 @@ class EngineState:
     draining: bool = False  # begins no more units
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_restarts=-1)
 class Board:
     def __init__(self) -> None:
         self._states: dict[str, tuple[float, EngineState]] = {}
         self._draining = False
-        self._starts: dict[str, int] = {}  # by actor, since it last ran
+        self._starts: dict[tuple[str, str], int] = {}  # by actor and node, since the actor last ran
 
-    def starting(self, actor: str) -> int:
-        """An actor's process begins. Returns how often it has begun in a row without coming to run, this one too.
+    def starting(self, actor: str, node: str) -> int:
+        """An actor's process begins on a node. Returns how often it has begun there without coming to run since, this
+        time too; a node that goes takes its count along.
 
         Ray starts an actor that a signal killed again under the same id, and counts only constructors that raise.
         """
-        self._starts[actor] = self._starts.get(actor, 0) + 1
-        return self._starts[actor]
+        self._starts[actor, node] = self._starts.get((actor, node), 0) + 1
+        return self._starts[actor, node]
 
     def started(self, actor: str) -> None:
-        self._starts.pop(actor, None)
+        self._starts = {key: count for key, count in self._starts.items() if key[0] != actor}
 
     def push(self, state: EngineState) -> bool:
         """Returns whether engines are to begin no more units."""
@@ -63,6 +67,21 @@ class Board:
         return [(now - heard, state) for heard, state in self._states.values()]
 
 
+def new_board() -> Any:
+    """On the driver's node, which is there as long as anybody reads it."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return Board.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]  # ray.remote adds it
+
+
+def starts_in_a_row(board: Any) -> int:
+    """`Board.starting` of the actor that calls it; 1 where the board cannot be asked."""
+    context = ray.get_runtime_context()
+    try:
+        return int(ray.get(board.starting.remote(context.get_actor_id(), context.get_node_id()), timeout=ASK_SECONDS))
+    except ray.exceptions.RayError:
+        return 1
+
+
 class Reporter:
     """An engine's side: its state is pushed every few seconds, and never waited for."""
 
@@ -76,8 +95,9 @@ class Reporter:
     def _run(self) -> None:
         answer = None
         while True:
-            if answer is not None and ray.wait([answer], timeout=0)[0] and ray.get(answer):
-                self.draining.set()
+            with contextlib.suppress(ray.exceptions.RayError):  # the board is gone, or on its way back
+                if answer is not None and ray.wait([answer], timeout=0)[0] and ray.get(answer):
+                    self.draining.set()
             with self._lock:
                 answer = self._push()
             if self._stop.wait(PUSH_SECONDS):

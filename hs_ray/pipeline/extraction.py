@@ -13,7 +13,7 @@ import ray.data
 
 from hs_ray.errors import HsRayError, RunError
 from hs_ray.pipeline.actor import START_DEATHS, ActorJob, HiddenStateExtractor, UnitError
-from hs_ray.pipeline.board import Board
+from hs_ray.pipeline.board import new_board
 from hs_ray.pipeline.history import History
 from hs_ray.pipeline.progress import Progress, Total
 from hs_ray.schema import Marker
@@ -42,7 +42,7 @@ def extract_units(extraction: Extraction) -> Generator[Marker]:
     Ray says.
     """
     _configure()
-    board = Board.remote()  # type: ignore[attr-defined]  # ray.remote adds it
+    board = new_board()
     job, engines = extraction.job, extraction.total.engines
     print(f"hs_ray: starting {engines} engine{'s' if engines > 1 else ''}, loading the model", flush=True)
     progress = Progress(

@@ -75,6 +75,7 @@ class Progress:
         self._slowest: list[tuple[float, int, int]] = []  # seconds, unit, tokens
         self._window: deque[tuple[float, int]] = deque()  # time, tokens written
         self._stop, self._lock = Event(), Lock()
+        self._most_engines = 0  # ever on the board; fewer: it has just come back, and not heard of all of them
         self._bar = sys.stdout.isatty()
         self._started = time.monotonic()
         self._thread = Thread(target=self._run, name="hs_ray-progress", daemon=True)
@@ -120,7 +121,9 @@ class Progress:
     def _drain(self) -> None:
         """No unit is begun any more; once none is in hand, the main thread hears of it."""
         self.board.drain.remote()
-        if all(state.draining and not state.units for heard, state in self.states if heard < SILENT_S):
+        if len(self.states) == self._most_engines and all(
+            state.draining and not state.units for heard, state in self.states if heard < SILENT_S
+        ):
             os.kill(os.getpid(), signal.SIGALRM)
 
     def _look(self) -> None:
@@ -129,6 +132,7 @@ class Progress:
             self.states = ray.get(self.board.read.remote(), timeout=max(self.every_s, 1.0))
         except ray.exceptions.RayError:
             return
+        self._most_engines = max(self._most_engines, len(self.states))
         with self._lock:
             self.history.add(self._written(), self.states)
 

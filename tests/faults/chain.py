@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from scripted import TOKENS_PER_S, WRITER_FAILS_AT, states_of
 
+from hs_ray.pipeline.actor import START_DEATHS
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import ATTEMPTS, DONE, TMP
 from hs_ray.storage import Storage, open_storage
@@ -28,7 +29,7 @@ from hs_ray.verify import verify_integrity
 
 HERE = Path(__file__).parent
 SCRIPTED, REAL = HERE / "scripted.py", HERE.parents[1] / "jobs/extract.py"
-ACTOR, SCHEDULER = "MapWorker(", "sglang::scheduler"
+ACTOR, SCHEDULER, BOARD = "MapWorker(", "sglang::scheduler", "ray::Board"
 RUN_S, CLEANUP_S = 600, 30
 
 
@@ -187,12 +188,16 @@ def kill_often(chain: Chain, rng: random.Random, kills: int, kinds: list[str], l
 
 
 def _strike(chain: Chain, victim: Victim, rng: random.Random, kinds: list[str], longest_s: float, dying: bool) -> bool:
-    """Kill parts of one start until its driver dies or ends -> whether it is through."""
+    """Kill parts of one start until its driver dies or ends -> whether it is through.
+
+    An engine that dies START_DEATHS times in a row while it starts ends the run, so it may come up before that.
+    """
     if dying:
         code = victim.wait()
         chain.counts["writer"] += code == 1
         assert code in (0, 1), chain.tail()
         return code == 0
+    in_a_row = 0
     while True:
         kind = rng.choice([kind for kind in kinds if kind != "writer"])
         if kind == "driver":
@@ -207,6 +212,16 @@ def _strike(chain: Chain, victim: Victim, rng: random.Random, kinds: list[str], 
             assert victim.wait() == 0, chain.tail()
             return True
         chain.counts[kind] += 1
+        in_a_row += 1
+        if in_a_row == START_DEATHS - 1:
+            _wait_for_a_unit(chain, victim)
+            in_a_row = 0
+
+
+def _wait_for_a_unit(chain: Chain, victim: Victim) -> None:
+    deadline, before = time.monotonic() + RUN_S, chain.committed()
+    while time.monotonic() < deadline and victim.process.poll() is None and chain.committed() == before:
+        time.sleep(0.1)
 
 
 def _wait_for_an_actor(victim: Victim) -> None:

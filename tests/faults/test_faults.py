@@ -121,6 +121,29 @@ def test_an_engine_that_is_killed_whenever_it_starts_ends_the_run(tmp_path: Path
     assert "Traceback" not in chain.tail()
 
 
+def test_no_run_depends_on_the_board(tmp_path: Path) -> None:
+    """It is killed as often as it comes back, and an engine starts again meanwhile."""
+    chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=160)
+    victim = chain.start()
+    wait_until(chain, victim, lambda: chain.committed() >= 2)
+    rng, stop = random.Random(1), threading.Event()
+    killer = threading.Thread(target=lambda: kill_until(stop, victim, chains.BOARD, rng))
+    killer.start()
+    try:
+        time.sleep(1)
+        assert victim.kill_one(chains.ACTOR, rng, 5)
+        assert victim.wait() == 0, chain.tail()
+    finally:
+        stop.set()
+        killer.join()
+    chain.judge(victim, finished=True)
+
+
+def kill_until(stop: threading.Event, victim: chains.Victim, name: str, rng: random.Random) -> None:
+    while not stop.wait(0.3):
+        victim.kill_one(name, rng, 0.1)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str, tmp_path: Path) -> None:

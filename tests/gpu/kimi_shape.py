@@ -1,6 +1,6 @@
 """`python tests/gpu/kimi_shape.py FOLDER LAYERS`: Kimi-K2.5's language model in its full width, with fewer layers.
 
-Its config.json asks for FP8 weights, as many bytes as a GPU computes with; there are none: `+engine.args.load_format=dummy`.
+Its config.json asks for FP8 weights, of which there are none: give `+engine.args.load_format=dummy`.
 """
 
 import json
