@@ -33,6 +33,7 @@ def test_an_engine_larger_than_a_node_is_refused_with_what_is_possible() -> None
 def test_compression_takes_more_writers() -> None:
     assert units_at_once(job()) == 4
     assert units_at_once(job("output.compression=split_zstd")) == 8
+    assert units_at_once(job("engine.tp_size=8")) == 8
     assert units_at_once(job("output.compression=split_zstd", "cluster.prefetch_units=3")) == 3
 
 
