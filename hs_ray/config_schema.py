@@ -140,7 +140,9 @@ class ClusterConfig:
         "auto", "Ray address; auto: a running cluster, else one of this machine; local: one of this machine"
     )
     max_retries: int = _key(2, "deaths of an engine that a unit may take part in before it is set aside")
-    prefetch_units: Any = _key("auto", "units in one engine at once, a writer each; auto: 4, with split_zstd or tp_size > 1 8")
+    prefetch_units: Any = _key(
+        "auto", "units in one engine at once, a writer each; auto: 4; 8 with split_zstd or tp_size > 1"
+    )
     grace_seconds: float = _key(
         0.0, "on SIGTERM, seconds in which the units in hand are finished; 0: they are dropped at once"
     )

@@ -16,7 +16,7 @@ from hs_ray.errors import InputError
 from hs_ray.inputs.chat import ChatEncoder
 from hs_ray.inputs.records import Rejected
 from hs_ray.inputs.samples import SampleParser, TokenizeSettings, Tokens
-from hs_ray.inputs.sources import BOM, CHUNK_BYTES, MAX_LINE_BYTES, UNREADABLE, Chunk, open_binary, read_lines
+from hs_ray.inputs.sources import BOM, CHUNK_BYTES, MAX_LINE_BYTES, Chunk, open_binary, read_lines, unreadable
 from hs_ray.model import load_tokenizer, resolve_model
 
 SAMPLE, REJECT, BLANK = 0, 1, 2  # `kind`
@@ -89,7 +89,7 @@ def _records(chunk: Chunk, parser: SampleParser) -> Iterator[tuple[Item, int]]:
                     except Rejected as error:
                         item = error
                     yield item, row_bytes
-    except UNREADABLE as error:
+    except unreadable() as error:
         raise InputError(f"input.path = {chunk.source.path}: cannot be read ({error}); check the file") from error
 
 

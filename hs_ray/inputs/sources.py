@@ -7,6 +7,7 @@ Lines are split on the byte `\\n` and nothing else: `str.splitlines` and text mo
 import hashlib
 import os
 import posixpath
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from botocore.exceptions import BotoCoreError
 from fsspec.core import url_to_fs
 
 from hs_ray.config import InputConfig
@@ -33,7 +33,15 @@ CHUNK_BYTES = 32 * 2**20
 IO_THREADS = 16
 DEMO = Path(__file__).parent.parent / "demo"  # what `input.path=null` means
 BOM = b"\xef\xbb\xbf"
-UNREADABLE = (OSError, pa.ArrowInvalid, BotoCoreError)  # the last: an S3 store that is not reached, which is no OSError
+
+
+def unreadable(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """What opening and reading raise, and `more`. An S3 store that is not reached raises no OSError but botocore's own.
+
+    That is imported by whoever uses a store: it takes a while, and a machine without stores need not have it.
+    """
+    botocore = sys.modules.get("botocore.exceptions")
+    return (OSError, pa.ArrowInvalid, *([botocore.BotoCoreError] if botocore else []), *more)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def _expand(path: str) -> dict[str, tuple[int, str]]:
             hidden = posixpath.basename(root).startswith(".")  # as in a shell: * does not match .name
             infos = {name: info for name, info in fs.glob(root, detail=True).items() if info["type"] == "file"}
             infos = {name: infos[name] for name in infos if hidden or not posixpath.basename(name).startswith(".")}
-    except (*UNREADABLE, ValueError, ImportError) as error:
+    except unreadable(ValueError, ImportError) as error:
         raise InputError(
             f"input.path = {path}: cannot be listed ({type(error).__name__}: {error}); check it"
         ) from error
@@ -173,7 +181,7 @@ def _inspect(path: str, source: str, size: int, kind: str, wanted: str) -> Sourc
                 else:
                     names = pa.ipc.open_stream(file).schema.names
             seen = recognise(names) or "auto" if wanted == "auto" else wanted
-    except (*UNREADABLE, UnicodeEncodeError) as error:
+    except unreadable(UnicodeEncodeError) as error:
         raise InputError(f"input.path = {path}: cannot be read ({error}); check the file, or leave it out") from error
     return Source(path, source, size, seen, kind, parts)
 
@@ -214,7 +222,7 @@ def read_lines(chunk: Chunk) -> Iterator[bytes]:
                 # One byte earlier: whether a line begins at `start` is told by the byte before it.
                 file.seek(max(chunk.start - 1, 0))
                 yield from _split(file, max(chunk.start - 1, 0), chunk.end, chunk.start > 0)
-    except UNREADABLE as error:
+    except unreadable() as error:
         raise InputError(f"input.path = {chunk.source.path}: cannot be read ({error}); check the file") from error
 
 

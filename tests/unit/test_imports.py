@@ -15,13 +15,17 @@ ORDER = [
     "pipeline", "reader", "verify", "describe", "export", "bench", "submit",
 ]  # fmt: skip
 # What a module must not bring in when it is imported, even through others.
+STORE = ["s3fs", "botocore"]  # for those who use one
 LIGHT = {
     "schema": ["torch", "ray", "sglang", "hydra", "transformers"],
     "config": ["torch", "ray", "sglang", "transformers"],
-    "storage": ["torch", "ray", "sglang", "hydra"],
+    "storage": ["torch", "ray", "sglang", "hydra", *STORE],
     "model": ["torch", "ray", "sglang", "transformers"],
     "manifest": ["ray", "sglang", "hydra"],
-    "reader": ["ray", "sglang", "hydra", "omegaconf", "transformers"],
+    "inputs": ["torch", "ray", "sglang", "transformers", *STORE],
+    "pipeline": ["sglang", *STORE],
+    "bench": ["sglang", *STORE],
+    "reader": ["ray", "sglang", "hydra", "omegaconf", "transformers", *STORE],
     "verify": ["ray", "sglang"],
     "describe": ["ray", "sglang"],
     "export": ["ray", "sglang"],
