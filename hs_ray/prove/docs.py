@@ -18,7 +18,8 @@ transformers' own bf16 run (0.004 where that is smaller). A layer off by one, a 
 single stale row is off by a tenth to one (`tests/unit/test_prove.py`).
 
 How a class is captured: *native* and *setter* are SGLang's own aux states, *hook* a hook on each layer, *boundary* the
-attention boundary of SGLang 0.5.23's layers (`hs_ray/engine/models.py`).
+attention boundary of SGLang 0.5.23's layers (`hs_ray/engine/models.py`). Attention is SGLang's backend, where it was
+noted; nothing that is captured depends on it.
 
 A class in no row of the first table, or on another device, is proven on its first use there (`capture.prove=auto`), or
 before by `python jobs/prove.py model.path=...`; `capture.prove=never` takes the risk.
