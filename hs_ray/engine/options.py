@@ -61,6 +61,7 @@ def server_args(options: EngineOptions) -> dict[str, Any]:
         "device": options.device,
         "tp_size": options.tp_size,
         "skip_tokenizer_init": True,
+        "enable_multimodal": False,  # of a wrapper: no processor, no memory kept for pictures; prompts are token ids
         "disable_radix_cache": True,
         "chunked_prefill_size": chunk,
         "max_prefill_tokens": max(chunk, CUDA_CHUNK),

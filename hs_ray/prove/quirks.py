@@ -14,11 +14,8 @@ TWIN_FRACTION = 0.5
 
 
 def server_args(request: Request) -> dict[str, Any]:
-    """A small KV pool, text alone, and the arguments of the request."""
-    args: dict[str, Any] = {**POOL, "mem_fraction_static": TWIN_FRACTION}
-    if text_part(request.config) is not request.config:
-        args["enable_multimodal"] = False  # or a wrapper's image processor is loaded, whose files a twin has not
-    return {**args, **request.args}
+    """A small KV pool, and the arguments of the request."""
+    return {**POOL, "mem_fraction_static": TWIN_FRACTION, **request.args}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "mixtral"])  # by hook, by setter, by boundary
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "mixtral", "kimi_k25"])  # hook, setter, boundary, wrapper
 def test_class_is_proven(name: str) -> None:
     proof = prove(Request(config=SHAPES[name], release=installed_release(), device="cpu"), LIMIT_S)
     assert proof.ok, "\n".join(proof.table)
