@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 
-from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine, RequestError, SampleStates, Ticket
+from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine, RequestError
+from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.schema import Sample
 from hs_ray.writer import ShardWriter
 

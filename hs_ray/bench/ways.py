@@ -17,8 +17,9 @@ import numpy as np
 
 from hs_ray.bench.prompts import Prompts
 from hs_ray.engine.bare import BareEngine
-from hs_ray.engine.engine import HiddenStateEngine, Ticket
+from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.ticket import Ticket
 from hs_ray.extract import extract_unit
 from hs_ray.schema import Sample
 from hs_ray.storage import Storage, open_storage

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hs_ray.engine.engine import HiddenStateEngine, SampleStates, Ticket
+from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.errors import CanaryError
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from threading import Condition, Event
 from typing import Any
 
 import ray
-from ray.util.metrics import Counter
 
 from hs_ray import prove
 from hs_ray.config import ModelConfig
@@ -26,6 +25,7 @@ from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
 from hs_ray.model import local_weights, resolve_model
 from hs_ray.pipeline.board import EngineState, Reporter, starts_in_a_row
+from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.resources import fit_ring, node_memory
 from hs_ray.plan import read_unit
 from hs_ray.schema import Marker, Sample, marker_path
@@ -264,46 +264,3 @@ def _die(reason: str) -> None:
 def _row(marker: Marker) -> dict[str, Any]:
     """What goes back through Ray: metadata alone."""
     return {"unit": marker.unit, "marker": marker.to_json()}
-
-
-class Metrics:
-    """Prometheus counters, at the node's metrics port. engine: `driver` for what is counted before there is one."""
-
-    def __init__(self, engine: str, node: str):
-        tags = {"engine": engine, "node": node}
-
-        def counter(name: str, text: str) -> Counter:
-            made = Counter(name, description=text, tag_keys=tuple(tags))
-            made.set_default_tags(tags)
-            return made
-
-        self._tokens = counter("hs_tokens_total", "Tokens whose states were written")
-        self._samples = counter("hs_samples_total", "Samples committed")
-        self._bytes = counter("hs_bytes_written_total", "Bytes of committed shards")
-        self._rejected = counter("hs_rejected_total", "Lines rejected, and samples that failed in an engine")
-        self._busy = counter("hs_engine_busy_seconds_total", "Seconds with at least one sample in the engine")
-        self._waited = counter("hs_writer_wait_seconds_total", "Seconds that samples waited for the writers")
-
-    def tokens(self, count: int) -> None:
-        self._tokens.inc(count)
-
-    def busy(self, seconds: float) -> None:
-        if seconds > 0:
-            self._busy.inc(seconds)
-
-    def waited(self, seconds: float) -> None:
-        if seconds > 0:
-            self._waited.inc(seconds)
-
-    def rejected(self, lines: int) -> None:
-        if lines:
-            self._rejected.inc(lines)
-
-    def committed(self, marker: Marker) -> None:
-        for counter, value in (
-            (self._samples, marker.samples),
-            (self._bytes, marker.bytes),
-        ):
-            if value:
-                counter.inc(value)
-        self.rejected(len(marker.failed))

@@ -25,8 +25,9 @@ from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
-from hs_ray.pipeline.actor import ActorJob, Metrics
+from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.extraction import Extraction, extract_units
+from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
 from hs_ray.pipeline.progress import Total
 from hs_ray.pipeline.resources import device_of, engine_options, replicas_of, units_at_once

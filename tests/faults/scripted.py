@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import ray.cloudpickle
 
-from hs_ray.engine.engine import SampleStates, Ticket
 from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.pipeline.actor import HiddenStateExtractor
 from hs_ray.schema import ColumnStats, state_checksum
 from hs_ray.verify.rows import measure

@@ -19,8 +19,8 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def metrics() -> set[str]:
-    """As Ray exports those that the actor counts; tests/integration/test_submit_jobs.py scrapes them."""
-    source = (ROOT / "hs_ray/pipeline/actor.py").read_text()
+    """As Ray exports those that are counted; tests/integration/test_submit_jobs.py scrapes them."""
+    source = (ROOT / "hs_ray/pipeline/metrics.py").read_text()
     return {f"ray_{name}" for name in re.findall(r'counter\("(hs_\w+)"', source)}
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hs_ray.engine.engine import RequestError, SampleStates, Ticket
+from hs_ray.engine.engine import RequestError
 from hs_ray.engine.ring import Extent
+from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.errors import CaptureError
 from hs_ray.extract import extract_unit
 from hs_ray.schema import CaptureSpec, ColumnStats, Sample
