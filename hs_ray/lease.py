@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,14 @@ def check_epoch(storage: Storage, epoch: int) -> None:
 # --- attempts: who was running what when an engine died ---
 
 
-def begin_attempt(storage: Storage, unit: int, epoch: int, engine: str) -> str:
-    """Note that an engine starts on a unit. Returns the attempt's id, e.g. `0003-9f2c1a7e`: epoch and chance."""
-    attempt = f"{epoch:04d}-{secrets.token_hex(4)}"
+def new_attempt(epoch: int) -> str:
+    """An attempt's id, e.g. `0003-9f2c1a7e`: epoch and chance."""
+    return f"{epoch:04d}-{secrets.token_hex(4)}"
+
+
+def begin_attempt(storage: Storage, unit: int, epoch: int, engine: str, attempt: str | None = None) -> str:
+    """Note that an engine starts on a unit. Returns the attempt's id: the one given, or a new one."""
+    attempt = attempt or new_attempt(epoch)
     info = {"unit": unit, "attempt": attempt, "epoch": epoch, "engine": engine, "host": socket.gethostname()}
     storage.write(_attempt_path(unit, attempt), json.dumps(info).encode())
     return attempt
@@ -164,12 +170,15 @@ def end_attempt(storage: Storage, unit: int, attempt: str) -> None:
     storage.remove(_attempt_path(unit, attempt))
 
 
-def deaths(storage: Storage, unit: int, epoch: int) -> int:
+def deaths(storage: Storage, unit: int, epoch: int, survived: Collection[str] = ()) -> int:
     """Attempts of this unit and epoch that began and never ended: deaths of an engine that the unit took part in.
 
-    Ask before `begin_attempt`, and while no other attempt of the unit runs: a running one counts too.
+    survived: attempts of the engine that asks, which lives, whatever became of their notes. Ask before
+    `begin_attempt`, and while no other attempt of the unit runs: a running one counts too.
     """
-    return len(storage.list(ATTEMPTS, f"{unit_name(unit)}-{epoch:04d}-"))
+    prefix = f"{unit_name(unit)}-"
+    notes = storage.list(ATTEMPTS, f"{prefix}{epoch:04d}-")
+    return sum(Path(info.path).stem.removeprefix(prefix) not in survived for info in notes)
 
 
 def _attempt_path(unit: int, attempt: str) -> str:

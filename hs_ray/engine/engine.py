@@ -113,7 +113,7 @@ class HiddenStateEngine:
 
     def _check_room(self) -> None:
         """Raises ConfigError if the plan's longest sample can never be computed: SGLang would refuse it alone."""
-        most: int = self._engine.tokenizer_manager.max_req_input_len - 1  # SGLang refuses one of that length
+        most = self.longest_request
         if self.options.longest_tokens > most:
             self.close()
             raise ConfigError(
@@ -121,6 +121,11 @@ class HiddenStateEngine:
                 f"tokens, and the engine's KV cache has room for one of {most:,}; lower max_seq_len, raise "
                 f"engine.mem_fraction_static or engine.tp_size, or leave out +engine.args.max_total_tokens"
             )
+
+    @property
+    def longest_request(self) -> int:
+        """Most tokens of one request, by the KV cache that there is room for."""
+        return int(self._engine.tokenizer_manager.max_req_input_len) - 1  # SGLang refuses one of that length
 
     @property
     def attention_backend(self) -> str:

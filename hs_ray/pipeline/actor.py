@@ -22,9 +22,9 @@ from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import RunError
 from hs_ray.extract import extract_unit
-from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt
+from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt, new_attempt
 from hs_ray.model import local_weights, resolve_model
-from hs_ray.pipeline.board import EngineState, Reporter, starts_in_a_row
+from hs_ray.pipeline.board import STUCK, EngineState, Reporter, starts_in_a_row, wait_while_others_go_on
 from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.resources import fit_ring, node_memory
 from hs_ray.plan import read_unit
@@ -89,14 +89,16 @@ class Gate:
 class UnitError(Exception):
     """Carries an exception to the driver, as its first argument: Ray Data adds advice of its own to a text.
 
-    Ray Data retries by the text: a disk's or a store's errors may pass, and what is wrong stays wrong.
+    Ray Data retries by the text: a disk's or a store's errors may pass, and what is wrong stays wrong. So does the
+    failure of a start, which every unit of the actor is told: `UnitError(error, False)`.
     """
 
     TRANSIENT = "try the unit again"
 
     def __str__(self) -> str:
-        kind = self.TRANSIENT if isinstance(self.args[0], OSError) else "the unit failed"
-        return f"{kind}: {self.args[0]}"
+        error, *may_pass = self.args
+        kind = self.TRANSIENT if isinstance(error, OSError) and all(may_pass) else "the unit failed"
+        return f"{kind}: {error}"
 
 
 class HiddenStateExtractor:
@@ -114,21 +116,29 @@ class HiddenStateExtractor:
         self.metrics = Metrics(self.name, node)
         self.engine: HiddenStateEngine | None = None
         self._failure: Exception | None = None
-        self.reporter = Reporter(
-            board, EngineState(self.name, node, os.getpid(), detail="loading the model"), self._refresh
-        )
+        self._attempts: set[str] = set()  # that this process began; its notes of them may outlive an unwell store
+        actor = ray.get_runtime_context().get_actor_id()
+        state = EngineState(self.name, node, os.getpid(), detail="loading the model", actor=actor)
+        self.reporter = Reporter(board, state, self._refresh)
         try:
-            if (start := starts_in_a_row(board)) > START_DEATHS:
-                raise RunError(
-                    f"an engine of node {node} died {start - 1} times in a row while it started; its output, in this "
-                    f"log and the actor's, says why (out of memory: lower engine.mem_fraction_static, raise "
-                    f"engine.tp_size)"
-                )
+            self._check_starts(board, node)
             self.engine = self._prepare()
-            board.started.remote(ray.get_runtime_context().get_actor_id())
+            board.started.remote(actor)
             self.reporter.set("running")
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
             self._failure = error
+
+    def _check_starts(self, board: Any, node: str) -> None:
+        """Raises RunError for an engine that keeps dying while it starts, once no other one is left to do the work."""
+        deaths_here = starts_in_a_row(board) - 1
+        if deaths_here >= START_DEATHS:
+            self.reporter.set(STUCK, f"died {deaths_here} times while it started, and is left out")
+            wait_while_others_go_on(board)
+            raise RunError(
+                f"an engine of node {node} died {deaths_here} times in a row while it started; its output, in this "
+                f"log and the actor's, says why (out of memory: lower engine.mem_fraction_static, raise "
+                f"engine.tp_size)"
+            )
 
     def _prepare(self) -> HiddenStateEngine:
         options = self._options()
@@ -163,7 +173,7 @@ class HiddenStateExtractor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         if self._failure is not None:
-            raise UnitError(self._failure) from self._failure
+            raise UnitError(self._failure, False) from self._failure
         try:
             rows = [self._run(int(unit)) for unit in batch["unit"]]
         except Exception as error:
@@ -175,13 +185,15 @@ class HiddenStateExtractor:
         committed = self._committed(unit)  # the actor died after the marker, before Ray heard of it
         if committed is not None:
             return _row(committed)
-        died = deaths(storage, unit, job.epoch)
+        died = deaths(storage, unit, job.epoch, self._attempts)
         with self.gate.enter(alone=died >= job.max_retries > 0):
             check_epoch(storage, job.epoch)
             samples = read_unit(storage, unit, job.units_per_file)
             if self.reporter.draining.is_set():
                 Event().wait()  # the driver is about to end, and this process with it
-            attempt = when_there_is_room(lambda: begin_attempt(storage, unit, job.epoch, self.name), self._on_wait)
+            attempt = new_attempt(job.epoch)
+            self._attempts.add(attempt)
+            when_there_is_room(lambda: begin_attempt(storage, unit, job.epoch, self.name, attempt), self._on_wait)
             self.reporter.begin(unit)
             try:
                 if died > job.max_retries:
@@ -191,6 +203,7 @@ class HiddenStateExtractor:
             finally:
                 self.reporter.end(unit)
                 end_attempt(storage, unit, attempt)
+            self._attempts.discard(attempt)
         self.metrics.committed(marker)
         return _row(marker)
 

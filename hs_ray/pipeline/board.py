@@ -15,6 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 PUSH_SECONDS = 2.0
 ASK_SECONDS = 30.0
+SILENT_S = 15.0  # without a word from an engine: it is not up
+OTHERS_SILENT_S = 60.0  # one that died is started again meanwhile
+STUCK = "stuck"  # the state of one that keeps dying while it starts
 
 
 @dataclass
@@ -24,7 +27,7 @@ class EngineState:
     engine: str
     node: str
     pid: int
-    state: str = "starting"  # starting, canary, running, waiting
+    state: str = "starting"  # starting, canary, running, waiting, stuck
     detail: str = ""
     units: list[int] = field(default_factory=list)  # in hand
     tokens: int = 0  # of samples written, also of units that are not committed yet
@@ -32,6 +35,7 @@ class EngineState:
     waited_s: float = 0.0
     idle_s: float = 0.0  # since tokens last grew, or a unit came
     draining: bool = False  # begins no more units
+    actor: str = ""  # Ray's id, which it keeps when it is started again
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -40,6 +44,7 @@ class Board:
         self._states: dict[str, tuple[float, EngineState]] = {}
         self._draining = False
         self._starts: dict[tuple[str, str], int] = {}  # by actor and node, since the actor last ran
+        self._ran: set[str] = set()  # actors that ever did
 
     def starting(self, actor: str, node: str) -> int:
         """An actor's process begins on a node. Returns how often it has begun there without coming to run since, this
@@ -50,7 +55,16 @@ class Board:
         self._starts[actor, node] = self._starts.get((actor, node), 0) + 1
         return self._starts[actor, node]
 
+    def others_go_on(self, actor: str) -> bool:
+        """Whether engines work, or may come to, while this actor, which never ran and so has no unit, stays out."""
+        now = time.monotonic()
+        return actor not in self._ran and any(
+            state.actor != actor and state.state != STUCK and now - heard < OTHERS_SILENT_S
+            for heard, state in self._states.values()
+        )
+
     def started(self, actor: str) -> None:
+        self._ran.add(actor)
         self._starts = {key: count for key, count in self._starts.items() if key[0] != actor}
 
     def push(self, state: EngineState) -> bool:
@@ -80,6 +94,16 @@ def starts_in_a_row(board: Any) -> int:
         return int(ray.get(board.starting.remote(context.get_actor_id(), context.get_node_id()), timeout=ASK_SECONDS))
     except ray.exceptions.RayError:
         return 1
+
+
+def wait_while_others_go_on(board: Any) -> None:
+    """Of an actor that keeps dying while it starts. Returns when no other is left; with the run it ends earlier."""
+    actor = ray.get_runtime_context().get_actor_id()
+    while True:
+        with contextlib.suppress(ray.exceptions.RayError):
+            if not ray.get(board.others_go_on.remote(actor), timeout=ASK_SECONDS):
+                return
+        time.sleep(PUSH_SECONDS)
 
 
 class Reporter:

@@ -48,7 +48,7 @@ from hs_ray.plan import (
 )
 from hs_ray.report import write_report
 from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
-from hs_ray.storage import Storage, when_there_is_room
+from hs_ray.storage import OnWait, Storage, when_there_is_room
 from hs_ray.weights import norm_digest
 
 INDEX_S = 10.0  # between writes of the markers' index
@@ -81,6 +81,7 @@ def run(job: ExtractJob) -> int:
 
 def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop: Stop) -> int:
     storage, job = flight.storage, flight.resolved.job
+    on_wait = partial(_wait, lease)
     markers: dict[int, Marker] = {}
     _see_every_disk(flight, check=True)
     away = partial(nodes.check_nothing_is_away, storage, job.output.redo_lost)
@@ -92,13 +93,14 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
     else:
-        when_there_is_room(lambda: supersede(storage), _say_waiting)
-        plan = _plan(flight, storage)
+        when_there_is_room(lambda: supersede(storage), on_wait)
+        plan = _plan(flight, storage, lease)
         check_rejected(plan, job.input.max_rejected)
     remaining = [unit for unit in range(plan.units) if unit not in markers]
-    engines = _engines(flight, plan, markers, len(remaining)) if remaining else None
+    engines = _engines(flight, plan, markers, len(remaining), on_wait) if remaining else None
     if run is None:  # only now: what is refused up to here may be changed, and the same output used
-        run = _begin(flight, plan, key)
+        lease.check()
+        run = _begin(flight, plan, key, on_wait)
     MarkerIndex(storage).replace(markers.values())
     if engines is not None:
         _extract(flight, key[0], plan, markers, remaining, engines, lease, stop)
@@ -112,7 +114,7 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
             f"{lost:,} units were committed and their shards are gone again, by hand or with a node's disk; "
             "run the same command again: it does them anew"
         )
-    return _finish(storage, run, markers)
+    return _finish(storage, run, markers, on_wait)
 
 
 def _see_every_disk(flight: Preflight, check: bool = False) -> None:
@@ -131,11 +133,13 @@ class Engines:
     gpus: int  # of one engine; 0 on CPU
 
 
-def _engines(flight: Preflight, plan: PlanSummary, markers: dict[int, Marker], remaining: int) -> Engines:
+def _engines(
+    flight: Preflight, plan: PlanSummary, markers: dict[int, Marker], remaining: int, on_wait: OnWait
+) -> Engines:
     """Connect, print the estimate, and refuse (UserError) what does not fit: the last that can, on the driver."""
     job, storage, model = flight.resolved.job, flight.storage, flight.resolved.model
     found = cluster.connect(job.cluster.address)
-    when_there_is_room(lambda: nodes.check_shared(storage), _say_waiting)
+    when_there_is_room(lambda: nodes.check_shared(storage), on_wait)
     device = device_of(job, found)
     prove.check(model.architecture, flight.versions["sglang"], model.name, device)
     replicas = replicas_of(job, found, device)
@@ -148,13 +152,11 @@ def _engines(flight: Preflight, plan: PlanSummary, markers: dict[int, Marker], r
     return Engines(options, min(replicas, remaining), job.engine.tp_size if device == "cuda" else 0)
 
 
-def _begin(flight: Preflight, plan: PlanSummary, key: tuple[str, dict[str, str]]) -> dict[str, Any]:
+def _begin(flight: Preflight, plan: PlanSummary, key: tuple[str, dict[str, str]], on_wait: OnWait) -> dict[str, Any]:
     """From here on the output is this run's. Returns run.json."""
     storage, resolved = flight.storage, flight.resolved
-    when_there_is_room(lambda: _write_final_norm(storage, resolved), _say_waiting)
-    run = when_there_is_room(
-        lambda: write_run(storage, resolved, plan, flight.sources, key, flight.versions), _say_waiting
-    )
+    when_there_is_room(lambda: _write_final_norm(storage, resolved), on_wait)
+    run = when_there_is_room(lambda: write_run(storage, resolved, plan, flight.sources, key, flight.versions), on_wait)
     Metrics("driver", ray.util.get_node_ip_address()).rejected(plan.rejected)  # once: a resumed run has counted them
     return run
 
@@ -222,8 +224,8 @@ def _extract(
         index.flush()
 
 
-def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker]) -> int:
-    manifest = when_there_is_room(lambda: build_manifest(storage, run, markers), _say_waiting)
+def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker], on_wait: OnWait) -> int:
+    manifest = when_there_is_room(lambda: build_manifest(storage, run, markers), on_wait)
     counts = manifest["counts"]
     say(
         f"complete: {counts['committed']:,} samples, {counts['tokens']:,} tokens, {counts['bytes'] / 1e9:.2f} GB in "
@@ -247,7 +249,7 @@ def _report(storage: Storage, markers: dict[int, Marker]) -> None:
 def _dry_run(flight: Preflight) -> int:
     """The estimate; nothing is written anywhere."""
     job = flight.resolved.job
-    plan = _plan(flight, None)
+    plan = _plan(flight, None, None)
     numbers = estimate(flight.resolved, plan, flight.storage, job.cluster.tokens_per_second)
     print(format_estimate(numbers), flush=True)
     cluster.disconnect()
@@ -256,14 +258,15 @@ def _dry_run(flight: Preflight) -> int:
     return 0
 
 
-def _plan(flight: Preflight, storage: Storage | None) -> PlanSummary:
-    """storage None: count, and write nothing."""
+def _plan(flight: Preflight, storage: Storage | None, lease: Lease | None) -> PlanSummary:
+    """storage None: count, and write nothing. Raises LostLeaseError rather than write over a newer driver's plan."""
     say("planning: reading and tokenizing the input")
     found = cluster.connect(flight.resolved.job.cluster.address)
     chunks = split_sources(flight.sources)
     every_s = flight.resolved.job.cluster.progress_seconds
     with closing(planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)) as tables:
-        return build_plan(storage, planning.counted(tables, every_s), flight.resolved, _say_waiting)
+        ours = planning.while_held(planning.counted(tables, every_s), lease)
+        return build_plan(storage, ours, flight.resolved, partial(_wait, lease))
 
 
 def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
@@ -275,6 +278,7 @@ def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
     except UnsupportedError:
         if "final_pre_norm" in resolved.spec.columns:
             raise
+        storage.remove(FINAL_NORM)  # of another model, whose run committed nothing here
         return
     facts = {"eps": repr(eps), "kind": kind, "sha256": norm_digest(weight, eps, kind)}
     storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata=facts))
@@ -296,7 +300,9 @@ def say(text: str) -> None:
     print(f"hs_ray: {text}", flush=True)
 
 
-def _say_waiting(reason: str, waited_s: float) -> None:
-    """Now and then, while a full disk is waited for."""
+def _wait(lease: Lease | None, reason: str, waited_s: float) -> None:
+    """While a full disk is waited for; no heartbeat can be written then, so another driver may have taken over."""
+    if lease is not None:
+        lease.check()
     if waited_s % WAITING_S == 0:
         say(f"waiting: {reason}")

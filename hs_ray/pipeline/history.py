@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hs_ray.pipeline.board import PUSH_SECONDS, EngineState
+from hs_ray.pipeline.board import PUSH_SECONDS, SILENT_S, EngineState
 from hs_ray.schema import PROGRESS
 from hs_ray.storage import Storage
 
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 MOST_POINTS = 600
 SAVE_EVERY_S = 20.0
-SILENT_S = 15.0  # without a word from an engine: it is not up
 
 
 class History:

@@ -10,6 +10,7 @@ import ray
 
 from hs_ray.errors import HsRayError
 from hs_ray.inputs import Chunk, TokenizeSettings, iter_chunk
+from hs_ray.lease import Lease
 
 AHEAD = 2  # chunks in work for each reader, and tables of one chunk that wait for the driver
 
@@ -93,6 +94,16 @@ def _get(reference: Any) -> pa.Table:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, HsRayError) else error) from None
+
+
+def while_held(tables: Iterator[pa.Table], lease: Lease | None) -> Iterator[pa.Table]:
+    """The same tables. Raises LostLeaseError once a newer driver holds the output: what follows is written there."""
+    for table in tables:
+        if lease is not None:
+            lease.check()
+        yield table
+    if lease is not None:
+        lease.check()
 
 
 def counted(tables: Iterator[pa.Table], every_s: float) -> Iterator[pa.Table]:

@@ -16,14 +16,13 @@ from typing import Any
 
 import ray
 
-from hs_ray.pipeline.board import EngineState
+from hs_ray.pipeline.board import SILENT_S, STUCK, EngineState
 from hs_ray.pipeline.history import History
 from hs_ray.plan.estimates import duration, size
 from hs_ray.schema import Marker
 
 WINDOW_S = 60.0  # the rate is over this long
 STALLED_S = 120.0  # without a token written, while units are in hand
-SILENT_S = 15.0  # without a word from an engine, who says something every two seconds
 FORGOTTEN_S = 300.0  # a silent engine is named for so long; then it is only missing from the count
 QUIET_S = 15.0  # between two lines while nothing is written yet
 NAMED = 3  # engines named in one line
@@ -75,7 +74,7 @@ class Progress:
         self._slowest: list[tuple[float, int, int]] = []  # seconds, unit, tokens
         self._window: deque[tuple[float, int]] = deque()  # time, tokens written
         self._stop, self._lock = Event(), Lock()
-        self._most_engines = 0  # ever on the board; fewer: it has just come back, and not heard of all of them
+        self._heard: dict[str, float] = {}  # engine -> when; a board that came back has not heard of all of them yet
         self._bar = sys.stdout.isatty()
         self._started = time.monotonic()
         self._thread = Thread(target=self._run, name="hs_ray-progress", daemon=True)
@@ -121,9 +120,9 @@ class Progress:
     def _drain(self) -> None:
         """No unit is begun any more; once none is in hand, the main thread hears of it."""
         self.board.drain.remote()
-        if len(self.states) == self._most_engines and all(
-            state.draining and not state.units for heard, state in self.states if heard < SILENT_S
-        ):
+        now, states = time.monotonic(), {state.engine: state for _, state in self.states}
+        alive = [states.get(engine) for engine, heard in self._heard.items() if now - heard < SILENT_S]
+        if all(state is not None and state.draining and not state.units for state in alive):
             os.kill(os.getpid(), signal.SIGALRM)
 
     def _look(self) -> None:
@@ -132,7 +131,8 @@ class Progress:
             self.states = ray.get(self.board.read.remote(), timeout=max(self.every_s, 1.0))
         except ray.exceptions.RayError:
             return
-        self._most_engines = max(self._most_engines, len(self.states))
+        now = time.monotonic()
+        self._heard |= {state.engine: now - heard for heard, state in self.states}
         with self._lock:
             self.history.add(self._written(), self.states)
 
@@ -202,6 +202,8 @@ class Progress:
                 )
             elif state.state == "waiting":
                 others.append(f"{state.engine} waits: {state.detail}")
+            elif state.state == STUCK:
+                others.append(f"{state.engine} {state.detail}")
             elif state.units and state.idle_s > STALLED_S:
                 units = ", ".join(str(unit) for unit in state.units)
                 others.append(f"{state.engine} is stalled: no token for {duration(state.idle_s)}, units {units}")

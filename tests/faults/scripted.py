@@ -4,6 +4,7 @@ An engine that costs nothing lets a hundred kills fit into minutes, and its stat
 so that every value of every shard can be checked. Run as a script it takes the overrides of jobs/extract.py.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ from hs_ray.verify.rows import measure
 IN_ENGINE = 32  # samples at most, as the shared memory of a real one bounds them
 TOKENS_PER_S = "HS_RAY_TEST_TOKENS_PER_S"
 WRITER_FAILS_AT = "HS_RAY_TEST_WRITER_FAILS_AT"  # samples written by one actor; "5" once, "5-" from there on
-START_DIES = "HS_RAY_TEST_START_DIES"  # set: the engine's process is killed whenever it starts
+START_DIES = "HS_RAY_TEST_START_DIES"  # an engine's process is killed whenever it starts: "all", or of the one engine
+# whose actor's id is in this file; the first to find none puts its own there
 
 
 def states_of(ids: np.ndarray, columns: int, hidden: int) -> list[np.ndarray]:
@@ -81,11 +83,20 @@ class ScriptedEngine:
         self._engine.shutdown(cancel_futures=True)
 
 
+def _dies(which: str | None) -> bool:
+    if which is None or which == "all":
+        return which == "all"
+    me = ray.get_runtime_context().get_actor_id()
+    with contextlib.suppress(FileExistsError), Path(which).open("x") as file:
+        file.write(me)
+    return Path(which).read_text() == me
+
+
 class ScriptedExtractor(HiddenStateExtractor):
     written = 0
 
     def _start(self, options: EngineOptions) -> Any:
-        if START_DIES in os.environ:
+        if _dies(os.environ.get(START_DIES)):
             os.kill(os.getpid(), signal.SIGKILL)
         return ScriptedEngine(options)
 

@@ -115,10 +115,20 @@ def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
 def test_an_engine_that_is_killed_whenever_it_starts_ends_the_run(tmp_path: Path) -> None:
     """Ray itself would start it again and again."""
     chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=40)
-    victim = chain.start(**{START_DIES: "1"})
+    victim = chain.start(**{START_DIES: "all"})
     assert victim.wait() == 1 and victim.leftovers() == []
     assert "died 3 times in a row while it started" in chain.tail()
     assert "Traceback" not in chain.tail()
+
+
+def test_one_engine_that_cannot_start_is_left_out(tmp_path: Path) -> None:
+    """As on a node with a broken GPU: the others do its work."""
+    chain = scripted_chain(tmp_path, str(tmp_path / "out"), seed=0, count=500)
+    chain.words.append("engine.replicas=2")
+    victim = chain.start(**{START_DIES: str(tmp_path / "chosen")})
+    assert victim.wait() == 0, chain.tail()
+    assert "died 3 times while it started, and is left out" in chain.log.read_text()
+    chain.judge(victim, finished=True)
 
 
 def test_no_run_depends_on_the_board(tmp_path: Path) -> None:

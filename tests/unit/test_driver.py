@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from hs_ray.config import Compression, ExtractJob, OnExisting
-from hs_ray.errors import OutputError, RunError
+from hs_ray.config import Compression, ExtractJob, Final, OnExisting
+from hs_ray.errors import LostLeaseError, OutputError, RunError, UnsupportedError
 from hs_ray.inputs import iter_chunk
 from hs_ray.pipeline import driver
 from hs_ray.pipeline.cluster import Cluster
-from hs_ray.schema import MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
+from hs_ray.schema import FINAL_NORM, MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
 from hs_ray.storage import open_storage
 
 COUNTED: list[tuple[str, int]] = []  # (engine, lines) that went into hs_rejected_total
@@ -146,6 +146,51 @@ def test_a_death_between_two_plans_leaves_neither(job: ExtractJob, monkeypatch: 
     assert planned, "the plan on the disk may be anyone's: it has to be made again"
 
 
+@pytest.mark.parametrize("when", ["reading", "a full disk"])
+def test_a_driver_that_was_taken_over_while_it_planned_writes_nothing(
+    job: ExtractJob, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Stopped for a while, or waiting for a disk that takes no heartbeat: the newer driver's plan stands."""
+    storage = open_storage(str(job.output.path))
+
+    def taken_over() -> None:
+        storage.write("_run/leases/000002.json", b"{}")
+        storage.write("_run/samples/part-00000.parquet", b"the newer driver's")
+
+    def read(chunks: Sequence[Any], settings: Any, cpus: int) -> Iterator[pa.Table]:
+        for chunk in chunks:
+            yield from iter_chunk(chunk, settings)
+            taken_over()
+
+    def full(storage: Any, tables: Any, resolved: Any, on_wait: Callable[[str, float], None]) -> None:
+        taken_over()
+        on_wait("0 bytes free", 1.0)
+
+    if when == "reading":
+        monkeypatch.setattr(driver.planning, "read_tables", read)
+    else:
+        monkeypatch.setattr(driver, "build_plan", full)
+    with pytest.raises(LostLeaseError, match="taken over by another driver"):
+        driver.run(job)
+    assert not storage.exists(RUN_JSON)
+    assert storage.read_bytes("_run/samples/part-00000.parquet") == b"the newer driver's"
+
+
+def test_another_models_norm_does_not_stay(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that committed nothing, in the same output; this model's norm is none that a reader could apply."""
+    start(job)
+    storage = open_storage(str(job.output.path))
+    assert storage.exists(FINAL_NORM)
+
+    def none(model: Any) -> None:
+        raise UnsupportedError("its final norm has a bias")
+
+    monkeypatch.setattr(driver, "final_norm", none)
+    job.capture.final = Final.post_norm
+    start(job)
+    assert run_json(job)["spec"]["final"] == "post_norm" and not storage.exists(FINAL_NORM)
+
+
 def test_rejected_lines_are_counted_once(job: ExtractJob) -> None:
     start(job)
     assert COUNTED == [("driver", 1)]
@@ -178,18 +223,18 @@ def test_the_readers_end_with_the_planning_that_failed(job: ExtractJob, monkeypa
 def test_the_engines_end_before_the_driver_goes(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
+    def lost(self: Any) -> None:
+        raise RunError("another driver took over")
+
     def units(extraction: Any) -> Iterator[Marker]:
+        monkeypatch.setattr(driver.Lease, "check", lost)
         try:
             yield Marker(0, "0001-a", 1, "f", None, 0, "", 0, 0, 0)
         finally:
             ended.append("engines")
 
-    def lost(self: Any) -> None:
-        raise RunError("another driver took over")
-
     monkeypatch.setattr(driver, "extract_units", units)
     monkeypatch.setattr(driver, "INDEX_S", -1.0)
-    monkeypatch.setattr(driver.Lease, "check", lost)
     monkeypatch.setattr(driver.cluster, "disconnect", lambda: ended.append("ray"))
     with pytest.raises(RunError, match="took over") as caught:
         driver.run(job)

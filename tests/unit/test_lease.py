@@ -13,7 +13,7 @@ import pytest
 
 from hs_ray import lease as lease_module
 from hs_ray.errors import LostLeaseError, OutputError
-from hs_ray.lease import Lease, begin_attempt, check_epoch, deaths, end_attempt
+from hs_ray.lease import Lease, begin_attempt, check_epoch, deaths, end_attempt, new_attempt
 from hs_ray.storage import Storage, open_storage
 
 
@@ -151,6 +151,8 @@ def test_attempts_that_never_ended_are_deaths(storage: Storage) -> None:
     end_attempt(storage, 3, clean)
     end_attempt(storage, 3, clean)  # no error
     assert (deaths(storage, 3, 1), deaths(storage, 3, 2), deaths(storage, 30, 1)) == (1, 0, 0)
+    mine = begin_attempt(storage, 3, 1, "engine 2", new_attempt(1))  # the store failed when its note was removed
+    assert (deaths(storage, 3, 1), deaths(storage, 3, 1, {mine})) == (2, 1)
 
 
 def test_check_epoch(storage: Storage) -> None:

@@ -1,6 +1,7 @@
 """hs_ray.pipeline.progress: what the driver's lines say in each situation. No Ray here."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +133,35 @@ def test_reporter_says_how_long_nothing_moved() -> None:
     reporter.written(7)
     reporter._run()
     assert pushed[-1].idle_s < 5 and pushed[-1].tokens == 7 and pushed[-1].state == "running"
+
+
+def test_a_run_that_is_to_stop_waits_for_every_engine_that_lives(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the board was started again: at first it knows none of them, and later none that died before."""
+    told: list[Any] = []
+    board: dict[str, tuple[float, EngineState]] = {}
+    drained: list[int] = []
+    remote = SimpleNamespace(remote=lambda: [(clock[0] - heard, state) for heard, state in board.values()])
+    monkeypatch.setattr(module.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(module.os, "kill", lambda *_: drained.append(1))
+    history: Any = SimpleNamespace(add=lambda *_: None)
+    shown = Progress(
+        TOTAL, SimpleNamespace(read=remote, drain=SimpleNamespace(remote=lambda: told.append(1))), 5.0, history
+    )
+
+    def look(*states: EngineState) -> bool:
+        board.update({state.engine: (clock[0], state) for state in states})
+        drained.clear()
+        shown._look()
+        shown._drain()
+        return bool(drained)
+
+    idle = replace(RUNNING, engine="b-2", units=[], draining=True)
+    assert not look(RUNNING, idle)
+    board.clear()
+    assert not look()
+    assert not look(idle)
+    clock[0] += 30  # a-1 died, and the board that would know of it too
+    assert look(idle)
+    assert told
