@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hs_ray.engine import janitor
 from hs_ray.errors import ConfigError
 
 PRIVATE = "hs_ray_private"  # resource of a cluster that lives as long as the job that started it
+CONNECT_S = 10.0
 MIN_CPUS = 4  # logical: reading, mapping and the board hold one each, also on a machine of two
 
 _janitors: list[int] = []  # one for each cluster of ours, as Ray's own connection is one for the process
@@ -44,6 +46,7 @@ def connect(address: str) -> Cluster:
     set_environment()
     if not ray.is_initialized():
         try:
+            _check_listens(address)
             # Ours is private: where another job's is up by now, `auto` would find that one.
             _start("local" if _janitors and address == "auto" else address)
         except ConnectionError as error:
@@ -58,6 +61,17 @@ def connect(address: str) -> Cluster:
     found = _resources()
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return Cluster(tuple(gpus), int(found.get("CPU", 0)))
+
+
+def _check_listens(address: str) -> None:
+    """Raises ConnectionError where nothing does: Ray itself would ask again for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _resources() -> dict[str, float]:

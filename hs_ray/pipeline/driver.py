@@ -92,6 +92,9 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
     if run is not None:
         plan = load_summary(run)
         say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
+        _say_kept(run, job)
+        if not storage.exists(FINAL_NORM):
+            when_there_is_room(lambda: _write_final_norm(storage, flight.resolved), on_wait)
     else:
         when_there_is_room(lambda: supersede(storage), on_wait)
         plan = _plan(flight, storage, lease)
@@ -115,6 +118,13 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
             "run the same command again: it does them anew"
         )
     return _finish(storage, run, markers, on_wait)
+
+
+def _say_kept(run: dict[str, Any], job: ExtractJob) -> None:
+    """A plan stays as it was made."""
+    made, given = run["config"]["output"]["shard_bytes"], job.output.shard_bytes
+    if made != given:
+        say(f"output.shard_bytes = {given}: the plan that was made with {made} is kept")
 
 
 def _see_every_disk(flight: Preflight, check: bool = False) -> None:
@@ -249,6 +259,7 @@ def _report(storage: Storage, markers: dict[int, Marker]) -> None:
 def _dry_run(flight: Preflight) -> int:
     """The estimate; nothing is written anywhere."""
     job = flight.resolved.job
+    existing_run(flight, fingerprint(flight.resolved, flight.sources, flight.versions))  # refuses what a run would
     plan = _plan(flight, None, None)
     numbers = estimate(flight.resolved, plan, flight.storage, job.cluster.tokens_per_second)
     print(format_estimate(numbers), flush=True)

@@ -13,7 +13,7 @@ from hs_ray.inputs import Source, list_sources
 from hs_ray.model import ModelInfo
 from hs_ray.pipeline import cluster
 from hs_ray.plan import ResolvedJob, collecting, differing_keys, load_run, resolve
-from hs_ray.schema import DONE, MANIFEST, SHARDS
+from hs_ray.schema import DONE, MANIFEST, RUN_JSON, SHARDS
 from hs_ray.storage import PerNodeStorage, Storage, open_storage
 
 
@@ -73,6 +73,11 @@ def existing_run(flight: Preflight, key: tuple[str, dict[str, str]]) -> dict[str
     """
     run = load_run(flight.storage)
     if run is None:
+        if not _holds_nothing(flight.storage):
+            raise OutputError(
+                f"output.path = {flight.storage.root}: it holds shards, and no {RUN_JSON} that says which samples they "
+                "are of; restore that file, or choose another folder"
+            )
         return None
     on_existing = flight.resolved.job.output.on_existing
     if run["fingerprint"] != key[0]:

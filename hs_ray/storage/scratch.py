@@ -40,9 +40,10 @@ class Scratch:
         size = self.size
         if size + need <= self._reserved:
             return None
-        need += RESERVE_STEP
         stats = os.fstatvfs(self.fd)
         free = stats.f_bavail * stats.f_frsize
+        if free >= need + RESERVE_STEP + min_free:
+            need += RESERVE_STEP
         if free < need + min_free:
             return f"{self.disk}: {free} bytes free, needs {need} and {min_free} to spare (output.min_free_bytes)"
         if _libc.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, size, need) and ctypes.get_errno() in FULL:

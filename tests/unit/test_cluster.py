@@ -97,3 +97,9 @@ def test_two_jobs_do_not_fight_for_the_gpus_of_a_machine(monkeypatch: pytest.Mon
     FakeRay(monkeypatch, {"CPU": 2, "GPU": 8, cluster.PRIVATE: 1})
     with pytest.raises(ConfigError, match="another hs_ray job runs on this machine, and this machine's 8 GPUs"):
         cluster.connect("auto")
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    """Ray would ask again for minutes, and end the process."""
+    with pytest.raises(ConfigError, match=r"^cluster.address = 127.0.0.1:1: no Ray cluster answers there \(.*refused"):
+        cluster.connect("127.0.0.1:1")

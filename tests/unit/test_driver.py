@@ -8,12 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from hs_ray.config import Compression, ExtractJob, Final, OnExisting
 from hs_ray.errors import LostLeaseError, OutputError, RunError, UnsupportedError
 from hs_ray.inputs import iter_chunk
 from hs_ray.pipeline import driver
 from hs_ray.pipeline.cluster import Cluster
+from hs_ray.reader import load_final_norm
 from hs_ray.schema import FINAL_NORM, MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
 from hs_ray.storage import open_storage
 
@@ -189,6 +191,36 @@ def test_another_models_norm_does_not_stay(job: ExtractJob, monkeypatch: pytest.
     job.capture.final = Final.post_norm
     start(job)
     assert run_json(job)["spec"]["final"] == "post_norm" and not storage.exists(FINAL_NORM)
+
+
+def test_shards_without_a_run_json_are_refused(job: ExtractJob) -> None:
+    """Nothing says which samples they are of: another `output.shard_bytes` gives other units."""
+    start(job)
+    storage = open_storage(str(job.output.path))
+    storage.write(marker_path(0), b"{}")
+    storage.remove(RUN_JSON)
+    with pytest.raises(OutputError, match="no _run/run.json that says which samples they are of"):
+        driver.run(job)
+    assert storage.exists(marker_path(0))
+
+
+def test_a_resume_makes_a_lost_norm_again(job: ExtractJob, capsys: pytest.CaptureFixture[str]) -> None:
+    start(job)
+    storage = open_storage(str(job.output.path))
+    before = load_final_norm(storage)
+    storage.remove(FINAL_NORM)
+    job.output.shard_bytes = "1MB"
+    start(job)
+    assert torch.equal(load_final_norm(storage).weight, before.weight)
+    assert "output.shard_bytes = 1MB: the plan that was made with 1GiB is kept" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_a_run_would(job: ExtractJob) -> None:
+    start(job)
+    open_storage(str(job.output.path)).write(marker_path(0), b"{}")
+    job.layers, job.dry_run = [1], True
+    with pytest.raises(OutputError, match="made by another configuration"):
+        driver.run(job)
 
 
 def test_rejected_lines_are_counted_once(job: ExtractJob) -> None:

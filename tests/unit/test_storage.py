@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from s3 import PART_BYTES, Bucket
@@ -307,3 +308,13 @@ def test_parts_carry_checksums(s3: Bucket) -> None:
     seen = s3.record_headers("PUT")
     publish(s3.storage(), "shards/u", DATA)
     assert seen.count("x-amz-checksum-crc32") == 3
+
+
+def test_room_for_a_row_is_room_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken beyond it is a convenience: an output that fits must not wait for it."""
+    scratch = open_storage(str(tmp_path)).scratch("x")
+    free = SimpleNamespace(f_bavail=1000, f_frsize=1)
+    monkeypatch.setattr("hs_ray.storage.scratch.os.fstatvfs", lambda fd: free)
+    assert scratch.reserve(600, min_free=400) is None
+    assert "1000 bytes free, needs 700 and 400 to spare" in str(scratch.reserve(700, min_free=400))
+    scratch.close()
