@@ -15,7 +15,7 @@ from hs_ray.engine import patching
 from hs_ray.engine.arguments import check_arguments
 from hs_ray.engine.options import EngineOptions
 from hs_ray.model import local_weights
-from hs_ray.pipeline.resources import engine_options, units_at_once
+from hs_ray.pipeline.resources import engine_options, fit_ring, node_memory, units_at_once
 from hs_ray.plan import resolve
 
 WARM_TOKENS = 2  # times the chunk: kernels compiled, memory touched, before anything is timed
@@ -27,7 +27,7 @@ def resolve_bench(job: BenchJob) -> Setting:
     longest = max([*job.bench.prompt_tokens, job.max_seq_len if job.bench.mix else 1])
     patch = patching.check_installed()
     check_arguments(job.engine.args)
-    options = engine_options(resolved, patch.release, _device(job), longest)
+    options = fit_ring(engine_options(resolved, patch.release, _device(job), longest), node_memory())
     options = EngineOptions(**{**vars(options), "model_path": local_weights(resolved.model)})
     return Setting(options, job.bench.path or "/dev/shm", units_at_once(job), job.output.compression.value)
 

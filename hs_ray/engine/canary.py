@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hs_ray.engine.engine import HiddenStateEngine
-from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.ring import ALIGN
 from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.errors import CanaryError
 
@@ -54,10 +54,8 @@ def check(engine: HiddenStateEngine, seed: int = 0) -> Passed:
     """Run the canary. Raises CanaryError."""
     options = engine.options
     rng = np.random.default_rng(seed)
-    chunk = options.chunk if options.chunk > 0 else LONGEST[options.device]
-    longest = min(options.max_seq_len, max(2 * chunk + 9, 16), LONGEST[options.device])
-    long, short = _prompt(rng, options, longest), _prompt(rng, options, SHORT)
-    prefix = long[: max(1, min(chunk, longest) - 3)]
+    long, short = (_prompt(rng, engine, length) for length in _lengths(engine))
+    prefix = long[: max(1, (min(options.chunk, len(long)) if options.chunk > 0 else len(long)) - 3)]
 
     first, repeated = (_run(engine, [short])[0].states for _ in range(2))
     if any(not np.array_equal(a, b) for a, b in zip(first, repeated, strict=True)):
@@ -79,6 +77,28 @@ def check(engine: HiddenStateEngine, seed: int = 0) -> Passed:
     return Passed(compared, [alone.parts, mixed[1].parts, again[1].parts])
 
 
+def _lengths(engine: HiddenStateEngine) -> tuple[int, int]:
+    """Tokens of the long and the short prompt: SGLang takes them, and shared memory holds both at once behind a plug.
+
+    The long one is shorter still where company fits only then: one that is never split proves less.
+    """
+    options, most = engine.options, _most(engine)
+    room = max(4, (engine.ring.size - 3 * ALIGN) // options.spec.bytes_per_token)  # each of the three ends in a page
+    short = min(SHORT, most, room // 4)
+    long = min(most, LONGEST[options.device], max(room // 2, room - short - PLUGS[0]))
+    if options.chunk > 0:
+        long = min(long, max(2 * options.chunk + 9, 16))
+    for length in (long, long // 2, long // 4):
+        if length > SHORT and all(_company(engine, length, short, share) for share in SHARES):
+            return length, short
+    return long, short
+
+
+def _most(engine: HiddenStateEngine) -> int:
+    """Tokens of the longest prompt that the engine takes."""
+    return min(engine.options.max_seq_len, engine.longest_request)
+
+
 def _in_company(
     engine: HiddenStateEngine, rng: np.random.Generator, long: Prompt, short: Prompt, share: int, alone: list[int]
 ) -> list[Answer]:
@@ -87,32 +107,52 @@ def _in_company(
     They share a forward pass only if they wait for it together, so another prompt keeps the engine busy meanwhile: a
     longer one where that one was through too soon. alone: the parts of the long prompt when it was sent alone.
     """
-    options = engine.options
-    for plug in PLUGS:
-        company = _company(engine, rng, len(long), len(short), share)
-        answers = _run(engine, [_prompt(rng, options, plug), *company, short, long])[-2:]
+    company = _company(engine, len(long), len(short), share)
+    before = [[min(plug, _most(engine)), *company] for plug in PLUGS]
+    fitting = [lengths for lengths in before if _fits(engine, [*lengths, len(short), len(long)])]
+    for lengths in fitting or [[]]:
+        answers = _run(engine, [*(_prompt(rng, engine, length) for length in lengths), short, long])[-2:]
         if not company or answers[1].parts != alone:
             return answers
     log.warning("canary: the prompt of %d tokens was never split after 1/%d of it", len(long), share)
     return answers
 
 
-def _company(engine: HiddenStateEngine, rng: np.random.Generator, long: int, short: int, share: int) -> list[Prompt]:
-    """At least two prompts; none where chunks are off, or too few tokens fit into the engine at once to fill one."""
-    options, chunk = engine.options, engine.options.chunk
-    fill = chunk - (long // share if long <= chunk else chunk // share) - short
-    if fill < 2 or (PLUGS[-1] + fill + short + long) * options.spec.bytes_per_token > engine.ring.size:
+def _company(engine: HiddenStateEngine, long: int, short: int, share: int) -> list[int]:
+    """Tokens of at least two prompts; none where chunks are off, or shared memory holds too few to fill one."""
+    chunk, most = engine.options.chunk, _most(engine)
+    fill = chunk - min(long, chunk) // share - short
+    if fill < 2:
         return []
-    each = min(options.max_seq_len, -(-fill // 2))
-    return [_prompt(rng, options, min(each, fill - first)) for first in range(0, fill, each)]
+    each = min(most, -(-fill // 2))
+    lengths = [min(each, fill - first) for first in range(0, fill, each)]
+    return lengths if _fits(engine, [min(PLUGS[0], most), *lengths, short, long]) else []
 
 
-def _prompt(rng: np.random.Generator, options: EngineOptions, length: int) -> Prompt:
-    return rng.integers(0, options.vocab_size, min(length, options.max_seq_len), dtype=np.int32)
+def _fits(engine: HiddenStateEngine, lengths: list[int]) -> bool:
+    """Whether shared memory, which is given out by the page, holds prompts of so many tokens at once."""
+    pages = sum(-(-length * engine.options.spec.bytes_per_token // ALIGN) for length in lengths)
+    return pages * ALIGN <= engine.ring.size
+
+
+def _prompt(rng: np.random.Generator, engine: HiddenStateEngine, length: int) -> Prompt:
+    return rng.integers(0, engine.options.vocab_size, length, dtype=np.int32)
 
 
 def _run(engine: HiddenStateEngine, prompts: list[Prompt]) -> list[Answer]:
-    """What comes of prompts that are sent together; the states are copies."""
+    """What comes of prompts that are sent together, as many as fit: no other hand would make room for the rest."""
+    answers: list[Answer] = []
+    lot: list[Prompt] = []
+    for prompt in prompts:
+        if lot and not _fits(engine, [len(other) for other in [*lot, prompt]]):
+            answers += _run_lot(engine, lot)
+            lot = []
+        lot.append(prompt)
+    return answers + _run_lot(engine, lot)
+
+
+def _run_lot(engine: HiddenStateEngine, prompts: list[Prompt]) -> list[Answer]:
+    """The states are copies: their shared memory is free again."""
     tickets: list[Ticket] = [engine.submit(prompt) for prompt in prompts]
     answers = []
     for ticket, prompt in zip(tickets, prompts, strict=True):

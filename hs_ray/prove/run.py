@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 LIMIT_SECONDS = 900.0  # of one proof: about a minute on a GPU, longer where kernels are compiled first
 TRIES = 3  # of a proof whose process or engine was killed: out of memory, a node that is being emptied
 SHOWN = 4000  # characters of the end of a failed proof's output
+RAISED = " hit an exception: "  # SGLang's words, of a process of its that raised: it then kills its parent
 
 
 class ProofError(CaptureError):
@@ -86,7 +87,7 @@ def prove(request: Request, limit_s: float = LIMIT_SECONDS, tries: int = TRIES) 
 
 @dataclass(frozen=True)
 class _CutOff:
-    """A proof without a result. killed: it, or its engine, by a signal; what it raised itself, it would raise again."""
+    """A proof without a result. killed: from outside, it or its engine; what either raised, it would raise again."""
 
     ending: str
     text: str
@@ -102,9 +103,11 @@ def _prove_once(request: Request, limit_s: float) -> Proof | _CutOff:
         # The result counts, not the exit code: an engine's end may take its process with it.
         if result.is_file():
             return read_proofs(result)[0]
-        reason = result.with_suffix(".error")
-        text = reason.read_text() if reason.is_file() else output.read_text(errors="replace")[-SHOWN:].strip()
-        return _CutOff(_ending(code, limit_s), text, killed=code is not None and code < 0)
+        said, reason = output.read_text(errors="replace"), result.with_suffix(".error")
+        # The worker may know no more than that its engine is gone: why, the engine's own last words say.
+        parts = [reason.read_text() if reason.is_file() else "", said[-SHOWN:].strip()]
+        killed = code is not None and code < 0 and RAISED not in said
+        return _CutOff(_ending(code, limit_s), "\n".join(filter(None, parts)), killed)
 
 
 def _run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int | None:

@@ -30,7 +30,7 @@ def main() -> None:
     except HsRayError as error:
         result.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
         if isinstance(error, EngineDiedError):
-            os.kill(os.getpid(), signal.SIGKILL)  # as its engine was: `run` tries again
+            os.kill(os.getpid(), signal.SIGKILL)  # as its engine did: `run` tries again unless that raised
         sys.exit(error.exit_code)
     add_proofs(result, [proof])
 

@@ -1,11 +1,14 @@
 """What the benchmark makes of its timings; the timings themselves are its own affair (`jobs/bench.py`)."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hs_ray.bench import plot
+from hs_ray.bench import plot, run
 from hs_ray.bench.timing import HEAD, compare, format_row
+from hs_ray.config import BenchJob, load
+from hs_ray.errors import ConfigError
 
 PROMPTS = [[1] * 100, [2] * 300]
 
@@ -48,6 +51,17 @@ def test_ways_that_are_timed_apart_have_the_same_yardstick() -> None:
         for row in compare({name: Timed({"seconds": took})}, {"two": PROMPTS}, 1, 10**6, yardsticks)  # type: ignore[dict-item]
     ]
     assert [(row.way, row.ratio, row.gb_per_s) for row in rows] == [("bare", 1.0, 0.0), ("ours", 0.5, 0.1)]
+
+
+def test_shared_memory_is_at_most_half_of_the_machine(tiny_random: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit is refused before anything starts, as in a job: the kernel would kill the engine."""
+    asked = [f"model.path={tiny_random}", "engine.device=cpu", "max_seq_len=512", "bench.prompt_tokens=[512]"]
+    job = load(BenchJob, "bench", asked, checked=False)
+    monkeypatch.setattr(run, "node_memory", lambda: 2**30)
+    assert run.resolve_bench(job).options.ring_bytes == 2**29
+    monkeypatch.setattr(run, "node_memory", lambda: 2**20)
+    with pytest.raises(ConfigError, match="4 x 512 tokens .* more than half of this node's 1,048,576"):
+        run.resolve_bench(job)
 
 
 def test_bars_are_as_long_as_the_rates() -> None:

@@ -11,9 +11,11 @@ from hs_ray.engine import arguments, canary
 from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions, server_args
 from hs_ray.engine.patching import installed_release
+from hs_ray.engine.ring import ALIGN, Ring
+from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.errors import ConfigError
 from hs_ray.pipeline.resources import fit_ring
-from hs_ray.schema import CaptureSpec, resolve_layers
+from hs_ray.schema import CaptureSpec, ColumnStats, resolve_layers
 
 CONTEXT = 2048
 SPEC = CaptureSpec((2, 4), "pre_norm", 8, 64)  # 3 columns of 128 bytes a token
@@ -47,9 +49,8 @@ def test_the_longest_prompt_fits_into_the_context(max_seq_len: int) -> None:
 def test_a_sample_longer_than_the_cache_is_refused_at_the_start(longest: int, room: int) -> None:
     closed: list[bool] = []
     sglang = SimpleNamespace(tokenizer_manager=SimpleNamespace(max_req_input_len=room))
-    engine: Any = SimpleNamespace(
-        options=options(longest_tokens=longest), _engine=sglang, close=lambda: closed.append(True)
-    )
+    engine: Any = HiddenStateEngine.__new__(HiddenStateEngine)  # not started
+    engine.options, engine._engine, engine.close = options(longest_tokens=longest), sglang, lambda: closed.append(True)
     if longest < room:
         HiddenStateEngine._check_room(engine)
         return
@@ -85,25 +86,68 @@ def test_arguments_that_the_installed_sglang_does_not_take() -> None:
     ]
 
 
+class Answering:
+    """An engine whose states are the tokens; what would wait for ever, and what SGLang would refuse, fails."""
+
+    def __init__(self, asked: EngineOptions, longest_request: int = CONTEXT):
+        self.options, self.longest_request = asked, longest_request
+        self.ring = Ring(asked.ring_bytes)
+
+    def submit(self, ids: np.ndarray) -> Ticket:
+        assert 1 <= len(ids) <= self.longest_request
+        size = -(-len(ids) * SPEC.bytes_per_token // ALIGN) * ALIGN
+        assert self.ring.used + size <= self.ring.size, "waits for ever"
+        ticket = Ticket("r", len(ids), self.ring.reserve(size)[0], len(SPEC.columns), 0.0)
+        ticket.parts = [len(ids)]
+        state = np.repeat(ids.astype(np.uint16)[:, None] + 1, SPEC.hidden_size, axis=1)
+        ticket.future.set_result(SampleStates([state] * len(SPEC.columns), [ColumnStats()] * len(SPEC.columns)))
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        self.ring.release(ticket.extent)
+
+
 @pytest.mark.parametrize("chunk", [128, 2048, 16384])
 @pytest.mark.parametrize("max_seq_len", [40, 500, 2048])
 def test_the_canarys_company_leaves_room_for_a_part_of_the_long_prompt(chunk: int, max_seq_len: int) -> None:
     asked = options(chunked_prefill_size=chunk, max_seq_len=max_seq_len)
-    engine: Any = SimpleNamespace(options=asked, ring=SimpleNamespace(size=asked.ring_bytes))
-    long, short = min(max_seq_len, 512), 7
+    engine = Answering(asked)
+    long, short = canary._lengths(engine)
+    assert (long, short) == (min(max_seq_len, 512, 2 * chunk + 9), 7)
     for share in canary.SHARES:
-        lengths = [len(prompt) for prompt in canary._company(engine, np.random.default_rng(0), long, short, share)]
+        lengths = canary._company(engine, long, short, share)
         assert len(lengths) >= 2 and min(lengths) >= 1 and max(lengths) <= max_seq_len
         room = chunk - sum(lengths) - short
         assert room == (long if long <= chunk else chunk) // share
 
 
 def test_no_company_where_nothing_can_be_split() -> None:
-    rng = np.random.default_rng(0)
-    for changes in ({"chunked_prefill_size": -1}, {"ring_bytes": 2**20}):
-        asked = options(**changes)
-        engine: Any = SimpleNamespace(options=asked, ring=SimpleNamespace(size=asked.ring_bytes))
-        assert canary._company(engine, rng, 512, 7, 2) == []
+    for changes in ({"chunked_prefill_size": -1}, {"ring_bytes": 2**19}):
+        assert canary._company(Answering(options(**changes)), 512, 7, 2) == []
+
+
+@pytest.mark.parametrize("longest_request", [1, 5, 593, CONTEXT])
+@pytest.mark.parametrize("inflight", [4, 16, 60, 520, 2300, 4096, 18_000])
+@pytest.mark.parametrize(("device", "chunk"), [("cuda", None), ("cuda", -1), ("cpu", None), ("cpu", 128)])
+def test_the_canary_fits_into_a_small_engine(
+    device: str, chunk: int | None, inflight: int, longest_request: int
+) -> None:
+    ring_bytes = inflight * SPEC.bytes_per_token
+    engine = Answering(options(device=device, chunked_prefill_size=chunk, ring_bytes=ring_bytes), longest_request)
+    passed = canary.check(engine)
+    assert set(passed.errors.values()) == {0}
+    assert engine.ring.used == 0
+
+
+@pytest.mark.parametrize(("inflight", "tokens"), [(18_000, 2048), (20_000, 4096), (4096, 3993), (520, 419)])
+def test_the_canarys_long_prompt_is_shorter_where_there_is_no_room(inflight: int, tokens: int) -> None:
+    """It keeps its company as long as a chunk of 16,384 tokens fits, and its plug even without."""
+    asked = options(device="cuda", max_seq_len=8192, ring_bytes=inflight * SPEC.bytes_per_token)
+    engine = Answering(asked, 8192)
+    long, short = canary._lengths(engine)
+    assert (long, short) == (tokens, 7)
+    assert canary._fits(engine, [canary.PLUGS[0], short, long])
+    assert all(bool(canary._company(engine, long, short, share)) == (inflight > 16_384) for share in canary.SHARES)
 
 
 def test_eagle3_of_six_layers_would_name_one_twice() -> None:

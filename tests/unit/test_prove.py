@@ -364,6 +364,37 @@ def test_a_killed_proof_is_run_again(codes: list[int | None], runs: int, monkeyp
     assert len(set(asked)) == runs  # each in a folder of its own
 
 
+SGLANG = {
+    "raised": "Scheduler hit an exception: Traceback (most recent call last):\nValueError: no such layer\n",
+    "killed": "Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup...\n",
+}
+
+
+@pytest.mark.parametrize("first", ["the worker's end", "SGLang's end"])
+@pytest.mark.parametrize(("why", "runs"), [("raised", 1), ("killed", 3)])
+def test_what_a_scheduler_raises_it_would_raise_again(
+    why: str, runs: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either way SGLang ends the worker by a signal, unless the worker sees first that its engine is gone."""
+    asked: list[Path] = []
+
+    def run_group(command: list[str], folder: Path, output: Path, limit_s: float) -> int:
+        asked.append(folder)
+        output.write_text("a warning\n" * 1000 + SGLANG[why])
+        if first == "the worker's end":
+            Path(command[-1]).with_suffix(".error").write_text("EngineDiedError: it is gone")
+        else:
+            with output.open("a") as file:
+                file.write("Received sigquit from a child process. It usually means the child failed.\n")
+        return -signal.SIGKILL
+
+    monkeypatch.setattr(run, "_run_group", run_group)
+    with pytest.raises(run.ProofError, match=f"did not run to its end(?s:.*){SGLANG[why][-20:-5]}") as caught:
+        run.prove(Request(config=SHAPES["llama"], release="0.5.23", device="cpu"))
+    assert len(asked) == runs
+    assert ("EngineDiedError: it is gone" in str(caught.value)) == (first == "the worker's end")
+
+
 def test_the_death_of_an_engine_ends_its_proof_by_signal(tmp_path: Path) -> None:
     asked, result = tmp_path / "request.json", tmp_path / "result.json"
     asked.write_text(Request(config=SHAPES["llama"], release="0.5.23", device="cpu").to_json())
