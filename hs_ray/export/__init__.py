@@ -1,6 +1,6 @@
 """Shards -> the files of a trainer.
 
-    export(open_storage("/nvme/hs"), "specforge", "/nvme/spec")
+    export("/nvme/hs", "specforge", "/nvme/spec")
 
 One module a trainer; the unit of work is a shard, in processes of their own. A file is whole or not there, so an export
 that was cut off goes on where it was. Nothing is shifted: every trainer shifts for itself.
@@ -26,9 +26,8 @@ from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
 from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm, open_output
-from hs_ray.reader.output import load_markers
 from hs_ray.schema import RUN_JSON, SHARDS
-from hs_ray.storage import open_storage
+from hs_ray.storage import Storage, open_storage
 from hs_ray.verify.run import read_run
 
 NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
@@ -51,11 +50,10 @@ class UnitResult:
 
 @dataclass(frozen=True)
 class _Task:
-    path: str
+    storage: Storage  # not opened anew by a worker: it has the patience for a store that has answered
     folder: str
     exporter: Exporter
     incomplete: bool
-    options: dict[str, Any]
     index: int  # of the shard
     first: int  # number of its first sample
 
@@ -76,8 +74,7 @@ def export(
     Raises ConfigError if the trainer cannot use this output, OutputError if it does not fit or `target` holds another
     export, ShardError for states that no trainer should see (which trainers do not check).
     """
-    options = dict(storage_options or {})
-    storage = open_storage(path, options)
+    storage = open_storage(path, storage_options)
     read_run(storage)
     output = open_output(storage, incomplete)
     if output.elsewhere:
@@ -93,7 +90,7 @@ def export(
     note = _note(exporter, output)
     folder = _prepare(Path(target), exporter, output, note, draft_vocab_size, log)
     firsts = np.cumsum([0] + [shard.samples for shard in output.shards]).tolist()
-    tasks = [_Task(path, str(folder), exporter, incomplete, options, i, firsts[i]) for i in range(len(output.shards))]
+    tasks = [_Task(storage, str(folder), exporter, incomplete, i, firsts[i]) for i in range(len(output.shards))]
     totals = _run(tasks, workers, output, exporter, log)
     if draft_vocab_size is not None:
         _check_learnt(totals, draft_vocab_size)
@@ -117,14 +114,10 @@ def _check_learnt(totals: Totals, draft_vocab_size: int) -> None:
 
 def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
     """What the files of an export are made from: another output, or the same one extracted anew, differs in it."""
-    markers = load_markers(output.storage)
     return {
         "target": exporter.name,
         "fingerprint": output.fingerprint,
-        "shards": [
-            {"unit": shard.unit, "samples": shard.samples, "sha256": markers[shard.unit].sha256}
-            for shard in output.shards
-        ],
+        "shards": [{"unit": shard.unit, "samples": shard.samples, "sha256": shard.sha256} for shard in output.shards],
         "model": exporter.model,
         "samples": output.samples,
         "tokens": output.tokens,
@@ -191,10 +184,10 @@ def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None
         raise OutputError(f"export.path = {target}: {NOTE} cannot be read ({error}); {advice}") from None
     if not isinstance(old, dict):
         raise OutputError(f"export.path = {target}: {NOTE} is no note of ours; {advice}")
-    for name in ("target", "fingerprint", "shards"):
+    for name in ("target", "fingerprint"):
         if old.get(name) != note[name]:
-            what = "its shards are others: the output was extracted anew or has grown" if name == "shards" else ""
-            raise OutputError(f"export.path = {target}: holds another export ({what or f'{name} differs'}); {advice}")
+            raise OutputError(f"export.path = {target}: holds another export ({name} differs); {advice}")
+    _check_shards(target, old, note)
     mapping: int | None = old.get("draft_vocab_size")
     if mapping not in (None, draft_vocab_size):  # where there is none, one is added
         raise OutputError(
@@ -202,6 +195,19 @@ def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None
             f"give the same, {advice}"
         )
     return mapping
+
+
+def _check_shards(target: Path, old: dict[str, Any], note: dict[str, Any]) -> None:
+    if "shards" not in old:
+        raise OutputError(
+            f"export.path = {target}: was begun by an earlier release, which did not note the shards that its files "
+            "are made from; remove it and export again"
+        )
+    if old["shards"] != note["shards"]:
+        raise OutputError(
+            f"export.path = {target}: holds another export (its shards are others: the output was extracted anew or "
+            "has grown); choose another folder, or remove this one"
+        )
 
 
 def _run(tasks: list[_Task], workers: int, output: Output, exporter: Exporter, log: Log) -> Totals:
@@ -239,14 +245,10 @@ def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
 
 def export_unit(task: _Task) -> UnitResult:
     """All samples of one shard; those whose file is there are only counted."""
-    options: dict[str, Any] = {
-        "incomplete": task.incomplete,
-        "rank": 0,
-        "world_size": 1,
-        "storage_options": task.options,
-    }
     exporter, folder = task.exporter, Path(task.folder)
-    dataset = HiddenStatesDataset(task.path, columns=exporter.columns, **options)
+    dataset = HiddenStatesDataset(
+        task.storage, columns=exporter.columns, incomplete=task.incomplete, rank=0, world_size=1
+    )
     shard = dataset.output.shards[task.index]
     norm = load_final_norm(dataset.output.storage) if exporter.needs_norm else None
     heads, written, size = [], 0, 0

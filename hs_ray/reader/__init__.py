@@ -33,10 +33,10 @@ from hs_ray.reader.order import (
     refuse_in_worker,
     share,
 )
-from hs_ray.reader.output import Output, ShardEntry, find_shards, open_output
+from hs_ray.reader.output import Output, ShardEntry, open_output
 from hs_ray.reader.shard import ShardFile
 from hs_ray.schema import FINAL_NORM
-from hs_ray.storage import open_storage
+from hs_ray.storage import Storage, open_storage
 
 __all__ = [
     "FinalNorm",
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class HiddenStatesDataset(IterableDataset[Sample]):
-    """The samples of an output, local or `s3://`.
+    """The samples of an output, local or `s3://`; `path` may be its storage, opened already.
 
     A sample is a dict: `sample_id`, `source`, `line`, `input_ids` (int64 [S]), `loss_mask` (uint8 [S], not shifted) and
     each chosen state column (bfloat16 [S, H]). Split samples are joined, `split_zstd` is undone.
@@ -77,7 +77,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
 
     def __init__(
         self,
-        path: str,
+        path: str | Storage,
         columns: Sequence[str] | None = None,
         shuffle: bool = False,
         *,
@@ -90,16 +90,18 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         incomplete: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ):
-        self._path, self._options = path, dict(storage_options or {})
-        self.output = open_output(open_storage(path, self._options), incomplete)
-        self._storage = self.output.storage
+        storage = path if isinstance(path, Storage) else open_storage(path, storage_options)
+        self.output = open_output(storage, incomplete)
+        self._path, self._storage = storage.root, self.output.storage
         if self.output.elsewhere:
-            check_ranks_of_a_node(path, ranks(rank, world_size)[1], even)
+            check_ranks_of_a_node(self._path, ranks(rank, world_size)[1], even)
         known = self.output.spec.columns
         self.columns = tuple(known if columns is None else columns)
         unknown = [name for name in self.columns if name not in known]
         if unknown:
-            raise ConfigError(f"columns = {list(self.columns)}: {unknown} are not in {path}; it has {', '.join(known)}")
+            raise ConfigError(
+                f"columns = {list(self.columns)}: {unknown} are not in {self._path}; it has {', '.join(known)}"
+            )
         if window < 1 or (batch_size is not None and batch_size < 1):
             raise ConfigError(f"window = {window}, batch_size = {batch_size}: at least 1")
         self.shuffle, self.seed, self.window, self.batch_size, self.even = shuffle, seed, window, batch_size, even
@@ -146,6 +148,9 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Where the epoch stands: what JSON can hold. The ranks must be in step.
 
+        A rank that has had its whole share says the end of the epoch, though another may have one sample to come: a
+        state for all ranks is best rank 0's, whose share is the largest.
+
         consumed: samples that this rank has had since the pass began: batches taken * batch_size. Needed behind
             DataLoader workers, which read ahead; counted here otherwise.
 
@@ -158,7 +163,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         if consumed is None and not self.place.workers:
             consumed = self._taken[0]
         had = check_consumed(consumed, mine, self.batch_size, self.place)
-        position = min(self.place.position + had * self.world_size, self.num_samples)
+        over = had >= mine and (had > 0 or self.place.begun)  # a share of none, too, is had by a pass alone
+        position = self.num_samples if over else self.place.position + had * self.world_size
         return {"epoch": self.place.epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +247,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     def _open(self, shard: int) -> ShardFile:
         if self._pid != os.getpid():  # forked or copied: connections and descriptors are the parent's
             self._files, self._pid = OrderedDict(), os.getpid()
-            self._storage = find_shards(open_storage(self._path, self._options), self.output.run)
+            # A copy and not opened anew: that the store has answered goes along, and with it the patience for it.
+            self._storage = copy.deepcopy(self.output.storage)
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]

@@ -56,6 +56,11 @@ class Place:
         return int(self._shared[POSITION])
 
     @property
+    def begun(self) -> bool:
+        """A pass has begun since `move`."""
+        return bool(self._shared[PASS])
+
+    @property
     def workers(self) -> int:
         return int(self._shared[WORKERS])
 

@@ -7,7 +7,7 @@ committed is read only when asked for (`incomplete=True`).
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -27,6 +27,7 @@ from hs_ray.schema import (
 from hs_ray.storage import FileInfo, PerNodeStorage, Storage
 
 OUR_SHARD = re.compile(r"unit-\d{6,}-[\w.-]+\.parquet")
+MARKERS_AT_ONCE = 256  # in memory: they have checksums of every sample
 # What a reader believes of run.json. bool is no int here: JSON tells them apart.
 NEEDED: dict[str, type] = {
     "fingerprint": str,
@@ -48,6 +49,7 @@ class ShardEntry:
     rows: int
     tokens: int
     bytes: int
+    sha256: str
     node: str = ""  # whose own disk it is on; empty where all nodes see it
 
 
@@ -143,17 +145,26 @@ def run_spec(run: Mapping[str, Any]) -> CaptureSpec:
 
 def load_markers(storage: Storage) -> dict[int, Marker]:
     """Every marker by unit, believed as it stands. Raises ShardError that names one that cannot be read."""
-    files = [info for info in storage.list(DONE) if info.path.endswith(".json")]
-    markers = {}
-    for info, data in zip(files, storage.read_many([info.path for info in files]), strict=True):
-        try:
-            marker = Marker.from_json(data)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{storage.root}/{info.path}: damaged marker ({error})") from None
-        if info.path != marker_path(marker.unit):
-            raise ShardError(f"{storage.root}/{info.path}: a marker of {unit_name(marker.unit)} under another name")
-        markers[marker.unit] = marker
-    return dict(sorted(markers.items()))
+    return dict(sorted((marker.unit, marker) for marker in _each_marker(storage)))
+
+
+def _each_marker(storage: Storage) -> Iterator[Marker]:
+    """All markers by path, a few of them in memory. Raises like load_markers."""
+    paths = [info.path for info in storage.list(DONE) if info.path.endswith(".json")]
+    for at in range(0, len(paths), MARKERS_AT_ONCE):
+        some = paths[at : at + MARKERS_AT_ONCE]
+        for path, data in zip(some, storage.read_many(some), strict=True):
+            yield _marker(storage, path, data)
+
+
+def _marker(storage: Storage, path: str, data: bytes) -> Marker:
+    try:
+        marker = Marker.from_json(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{storage.root}/{path}: damaged marker ({error})") from None
+    if path != marker_path(marker.unit):
+        raise ShardError(f"{storage.root}/{path}: a marker of {unit_name(marker.unit)} under another name")
+    return marker
 
 
 def open_output(storage: Storage, incomplete: bool = False) -> Output:
@@ -250,8 +261,8 @@ def _check_once(storage: Storage, entries: Sequence[ShardEntry], units: int) -> 
 
 def _from_markers(storage: Storage) -> list[ShardEntry]:
     return [
-        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes, m.node)
-        for m in load_markers(storage).values()
+        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes, m.sha256, m.node)
+        for m in _each_marker(storage)
         if m.shard is not None
     ]
 

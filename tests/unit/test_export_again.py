@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,37 @@ def test_more_units_are_another_export(made: MadeOutput, tmp_path: Path):
         run(made, "speculators", tmp_path / "x", incomplete=True)
 
 
+def test_the_markers_of_a_complete_run_are_not_read(made: MadeOutput, tmp_path: Path):
+    """They have the checksums of every sample: half a kilobyte each, and on S3 a request a unit."""
+    for marker in (made.path / schema.DONE).iterdir():
+        marker.write_text("")
+    assert run(made, "specforge", tmp_path / "x")["complete"]
+
+
+def test_of_an_unfinished_run_only_a_few_markers_are_in_memory(
+    made: MadeOutput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    complete = run(made, "specforge", tmp_path / "x")
+    (made.path / schema.MANIFEST).unlink()
+    monkeypatch.setattr("hs_ray.reader.output.MARKERS_AT_ONCE", 2)
+    alive, most = weakref.WeakSet[schema.Marker](), 0
+    parse = schema.Marker.from_json
+
+    def from_json(data: bytes) -> schema.Marker:
+        nonlocal most
+        alive.add(marker := HashedMarker(**vars(parse(data))))
+        most = max(most, len(alive))
+        return marker
+
+    monkeypatch.setattr(schema.Marker, "from_json", from_json)
+    assert run(made, "specforge", tmp_path / "x", incomplete=True) == complete
+    assert most <= 2
+
+
+class HashedMarker(schema.Marker):
+    __hash__ = object.__hash__  # a set takes it
+
+
 # ---- the folder ----
 
 
@@ -101,6 +133,17 @@ def test_a_damaged_note(base: MadeOutput, tmp_path: Path, content: str):
     (tmp_path / NOTE).write_text(content)
     with pytest.raises(OutputError, match=rf"export\.path = .*{NOTE} (cannot be read|is no note of ours)"):
         run(base, "specforge", tmp_path)
+
+
+def test_a_folder_that_an_earlier_release_began(base: MadeOutput, tmp_path: Path):
+    run(base, "specforge", tmp_path / "x")
+    edit_json(tmp_path / "x" / NOTE, lambda note: note.pop("shards") and None)
+    with pytest.raises(OutputError) as caught:
+        run(base, "specforge", tmp_path / "x")
+    assert str(caught.value) == (
+        f"export.path = {tmp_path / 'x'}: was begun by an earlier release, which did not note the shards that its "
+        "files are made from; remove it and export again"
+    )
 
 
 def test_a_start_that_was_cut_off_is_gone_on_with(base: MadeOutput, tmp_path: Path):
@@ -211,6 +254,9 @@ def test_the_jobs_tell_damage_in_one_message(made: MadeOutput, tmp_path: Path, j
         edit_json(made.path / schema.marker_path(1), lambda marker: marker.update(checksums=None))
     script = str(Path(__file__).parents[2] / f"jobs/{job}.py")
     target = [f"export.path={tmp_path / 'x'}"] if job == "export" else []
+    if job == "export" and what == "marker":  # it reads those of an unfinished run alone
+        (made.path / schema.MANIFEST).unlink()
+        target.append("export.incomplete=true")
     done = subprocess.run(
         [sys.executable, script, f"output.path={made.path}", *target], capture_output=True, text=True, check=False
     )

@@ -168,6 +168,32 @@ def test_every_ranks_own_state_resumes_it(made: MadeOutput, even: bool):
         assert len(head + tail) == len(set(head + tail)) == (10 if even else 11)
 
 
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_any_ranks_state_of_the_epochs_end_is_the_end_for_all(made: MadeOutput, workers: int, even: bool):
+    """11 samples on 2 and 4 ranks: the last of them have had one less than the first."""
+    for world_size in (2, 4):
+        ranks = [dataset_of(made, rank=r, world_size=world_size, even=even) for r in range(world_size)]
+        for one in ranks:
+            state = one.state_dict(consumed=len(batch_ids(load(one, workers, batch_size=1))))
+            assert state["position"] == 11
+            for again in (dataset_of(made, rank=r, world_size=world_size, even=even) for r in range(world_size)):
+                again.load_state_dict(state)
+                assert ids(again) == []
+                again.set_epoch(1)
+                assert len(ids(again)) == len(again)
+
+
+def test_a_share_of_no_sample_ends_with_its_pass(made: MadeOutput):
+    """One sample is left, which is rank 0's."""
+    state = dataset_of(made).state_dict() | {"position": 10}
+    last = dataset_of(made, rank=1, world_size=2)
+    last.load_state_dict(state)
+    assert last.state_dict() == state  # not begun: the sample is still to come
+    assert ids(last) == []
+    assert last.state_dict()["position"] == 11
+
+
 # ---- what is not exact is refused ----
 
 

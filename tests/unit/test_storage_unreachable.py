@@ -8,8 +8,11 @@ from typing import Any
 
 import botocore.exceptions as boto
 import pytest
+from make_output import MadeOutput, make_output
 from s3 import ENVIRONMENT, Bucket
+from torch.utils.data import DataLoader
 
+from hs_ray import export as exporting
 from hs_ray.config import ExtractJob
 from hs_ray.describe import describe
 from hs_ray.errors import OutputError
@@ -137,3 +140,48 @@ def test_an_actor_has_the_patience_of_its_driver(s3: Bucket, monkeypatch: pytest
     monkeypatch.setattr(s3_requests, "FIRST_ANSWER_S", 0.0)
     failing(theirs, monkeypatch, TimeoutError(), times=2)
     assert theirs.read_bytes("a") == b"1"
+
+
+# ---- processes that begin while the store is unwell, of a job that has read from it ----
+
+
+@pytest.fixture
+def stored(s3: Bucket, tmp_path: Path) -> MadeOutput:
+    """An output, which is in the bucket too."""
+    made = make_output(tmp_path / "out", final="both")
+    for file in made.path.rglob("*"):
+        if file.is_file():
+            s3.put(file.relative_to(made.path).as_posix(), file.read_bytes())
+    return made
+
+
+def unwell(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops two requests; whoever does not know that it has answered once gives it up at the first."""
+    monkeypatch.setattr(s3_requests, "FIRST_ANSWER_S", 0.0)
+    s3.fault(".*", "before", times=2)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_worker_has_the_patience_of_its_dataset(
+    s3: Bucket, stored: MadeOutput, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    dataset = HiddenStatesDataset(s3.url, columns=[], storage_options=s3.options)
+    if not workers:
+        dataset = pickle.loads(pickle.dumps(dataset))  # as a spawned worker has it
+    unwell(s3, monkeypatch)
+    got = [sample["sample_id"] for sample in DataLoader(dataset, batch_size=None, num_workers=workers)]
+    assert got == [stored.samples[i].sample_id for i in stored.committed] and not s3.faults[0].times
+
+
+@pytest.mark.integration
+def test_an_exports_workers_have_its_patience(
+    s3: Bucket, stored: MadeOutput, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def results(tasks: list[Any], workers: int) -> Iterator[Any]:
+        unwell(s3, monkeypatch)
+        return map(exporting.export_unit, pickle.loads(pickle.dumps(tasks)))
+
+    monkeypatch.setattr(exporting, "_results", results)
+    export(s3.url, "specforge", str(tmp_path / "x"), storage_options=s3.options)
+    assert len(list((tmp_path / "x").rglob("*.ckpt"))) == len(stored.committed) and not s3.faults[0].times
