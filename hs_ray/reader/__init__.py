@@ -34,7 +34,7 @@ from hs_ray.reader.order import (
     share,
 )
 from hs_ray.reader.output import Output, ShardEntry, open_output
-from hs_ray.reader.shard import ShardFile
+from hs_ray.reader.shard import ShardFile, chosen_columns
 from hs_ray.schema import FINAL_NORM
 from hs_ray.storage import Storage, open_storage
 
@@ -95,13 +95,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         self._path, self._storage = storage.root, self.output.storage
         if self.output.elsewhere:
             check_ranks_of_a_node(self._path, ranks(rank, world_size)[1], even)
-        known = self.output.spec.columns
-        self.columns = tuple(known if columns is None else columns)
-        unknown = [name for name in self.columns if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"columns = {list(self.columns)}: {unknown} are not in {self._path}; it has {', '.join(known)}"
-            )
+        self.columns = chosen_columns(columns, self.output.spec.columns, self._path)
         if window < 1 or (batch_size is not None and batch_size < 1):
             raise ConfigError(f"window = {window}, batch_size = {batch_size}: at least 1")
         self.shuffle, self.seed, self.window, self.batch_size, self.even = shuffle, seed, window, batch_size, even
@@ -222,6 +216,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         rows = file.sample_rows(self.output.shards[shard].samples)[number - int(self._first[shard])]
         # What a worker hands over itself lies in shared memory; what is to be collated there need not.
         shared = get_worker_info() is not None and self.batch_size in (None, 1)
+        if columns is not None:
+            columns = chosen_columns(columns, self.output.spec.columns, self._path)
         return file.sample(rows, self.columns if columns is None else columns, shared)
 
     def shard_of(self, number: int) -> ShardEntry:
@@ -255,13 +251,15 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         while len(self._files) >= 2 * self.window:
             self._files.popitem(last=False)[1].close()
         file = ShardFile(self._storage, self.output.shards[shard].path)
-        self._check_footer(file)
+        self._check_footer(file, self.output.shards[shard].unit)
         self._files[shard] = file
         return file
 
-    def _check_footer(self, file: ShardFile) -> None:
-        """Raises ShardError for a shard of another run, or one whose footer is damaged."""
+    def _check_footer(self, file: ShardFile, unit: int) -> None:
+        """Raises ShardError for a shard of another run or unit, or one whose footer is damaged."""
         output, spec = self.output, self.output.spec
+        if (found := file.metadata.get("unit", unit)) != unit:
+            raise ShardError(f"{file.name}: holds unit {found} under the name of unit {unit}'s shard")
         expected = {
             "fingerprint": output.fingerprint,
             "columns": list(spec.columns),

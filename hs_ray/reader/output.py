@@ -15,6 +15,7 @@ from hs_ray.errors import OutputError, ShardError
 from hs_ray.schema import (
     DONE,
     FINAL_CHOICES,
+    FORMAT_VERSION,
     MANIFEST,
     RUN_JSON,
     SHARDS,
@@ -105,6 +106,11 @@ def load_run(storage: Storage, also: Mapping[str, type] | None = None) -> dict[s
     if run is None:
         raise OutputError(
             f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path"
+        )
+    if isinstance(run, dict) and run.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise OutputError(
+            f"output.path = {storage.root}: {RUN_JSON} has format {run['format_version']}, this hs_ray reads "
+            f"{FORMAT_VERSION}; read it with the release that made it"
         )
     wrong = [name for name, kind in (NEEDED | dict(also or {})).items() if type(_at(run, name)) is not kind]
     if not wrong:  # the spec is there

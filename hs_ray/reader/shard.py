@@ -17,15 +17,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hs_ray.errors import ShardError
+from hs_ray.errors import ConfigError, ShardError
 from hs_ray.reader.batch import empty_tensors
 from hs_ray.schema import METADATA_KEY, STATE_BYTES, stored_columns
 from hs_ray.storage import Storage
 
 SMALL_COLUMNS = ["sample_id", "source", "line", "num_tokens", "sample_tokens", "input_ids", "loss_mask", "token_start"]
 LISTS = ("input_ids", "loss_mask")
+ALWAYS = ("sample_id", "source", "line", *LISTS)  # in every sample, asked for or not
 READ_ERRORS = (OSError, ValueError, OverflowError, pa.ArrowException)  # what damage makes pyarrow and os raise
 FOOTER: dict[str, type] = {"fingerprint": str, "hidden_size": int, "compression": str, "columns": list}
+
+
+def chosen_columns(asked: Sequence[str] | str | None, known: Sequence[str], path: str) -> tuple[str, ...]:
+    """The state columns to read, None for all; what every sample has besides may be named too. Raises ConfigError."""
+    names = [asked] if isinstance(asked, str) else list(known if asked is None else asked)
+    unknown = [name for name in names if name not in (*known, *ALWAYS)]
+    if unknown:
+        raise ConfigError(f"columns = {names}: {unknown} are not in {path}; it has {', '.join(known)}")
+    return tuple(name for name in names if name in known)
 
 
 def join_halves(high: np.ndarray, low: np.ndarray) -> np.ndarray:

@@ -83,6 +83,25 @@ def test_chosen_columns_alone(made: MadeOutput):
     assert np.array_equal(bits(sample["hidden_4"]), made.states[0]["hidden_4"])
     with pytest.raises(ConfigError, match=r"hidden_7.* it has hidden_2, hidden_4, hidden_5, final_pre_norm"):
         HiddenStatesDataset(str(made.path), columns=["hidden_7"])
+    one = HiddenStatesDataset(str(made.path), columns="hidden_4")
+    assert (
+        one.columns == HiddenStatesDataset(str(made.path), columns=["input_ids", "hidden_4"]).columns == ("hidden_4",)
+    )
+    assert one.read(0, ["loss_mask", "hidden_2"]).keys() - sample.keys() == {"hidden_2"}
+
+
+def test_a_shard_under_another_units_name(made: MadeOutput):
+    dataset = HiddenStatesDataset(str(made.path))
+    file = dataset._open(0)
+    file.metadata["unit"] = 1
+    with pytest.raises(ShardError, match="holds unit 1 under the name of unit 0's shard"):
+        dataset._check_footer(file, 0)
+
+
+def test_a_later_format(copy: Path):
+    edit_json(copy / schema.RUN_JSON, lambda run: run.update(format_version=2))
+    with pytest.raises(OutputError, match="has format 2, this hs_ray reads 1; read it with the release that made it"):
+        HiddenStatesDataset(str(copy))
 
 
 def test_post_norm_is_bit_exact(made: MadeOutput):
