@@ -99,7 +99,8 @@ def test_two_jobs_do_not_fight_for_the_gpus_of_a_machine(monkeypatch: pytest.Mon
         cluster.connect("auto")
 
 
-def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would ask again for minutes, and end the process."""
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)  # other tests' cluster may be up
     with pytest.raises(ConfigError, match=r"^cluster.address = 127.0.0.1:1: no Ray cluster answers there \(.*refused"):
         cluster.connect("127.0.0.1:1")

@@ -350,7 +350,7 @@ def test_a_full_disk_is_waited_for(
     else:
         storage = request.getfixturevalue("s3").storage(scratch_dir=str(small_disk))
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(6 * 2**20))
+    ballast.write_bytes(bytes(10 * 2**20))
     waits: list[str] = []
 
     def on_wait(reason: str, seconds: float) -> None:
