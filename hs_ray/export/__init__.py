@@ -187,7 +187,7 @@ def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None
     for name in ("target", "fingerprint"):
         if old.get(name) != note[name]:
             raise OutputError(f"export.path = {target}: holds another export ({name} differs); {advice}")
-    _check_shards(target, old, note)
+    _check_shards(target, old, note, advice)
     mapping: int | None = old.get("draft_vocab_size")
     if mapping not in (None, draft_vocab_size):  # where there is none, one is added
         raise OutputError(
@@ -197,7 +197,7 @@ def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None
     return mapping
 
 
-def _check_shards(target: Path, old: dict[str, Any], note: dict[str, Any]) -> None:
+def _check_shards(target: Path, old: dict[str, Any], note: dict[str, Any], advice: str) -> None:
     if "shards" not in old:
         raise OutputError(
             f"export.path = {target}: was begun by an earlier release, which did not note the shards that its files "
@@ -206,7 +206,7 @@ def _check_shards(target: Path, old: dict[str, Any], note: dict[str, Any]) -> No
     if old["shards"] != note["shards"]:
         raise OutputError(
             f"export.path = {target}: holds another export (its shards are others: the output was extracted anew or "
-            "has grown); choose another folder, or remove this one"
+            f"has grown); {advice}"
         )
 
 

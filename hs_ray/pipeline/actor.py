@@ -203,7 +203,7 @@ class HiddenStateExtractor:
             finally:
                 self.reporter.end(unit)
                 end_attempt(storage, unit, attempt)
-            self._attempts.discard(attempt)
+                self._attempts.discard(attempt)
         self.metrics.committed(marker)
         return _row(marker)
 

@@ -103,7 +103,7 @@ def wait_while_others_go_on(board: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
             if not ray.get(board.others_go_on.remote(actor), timeout=ASK_SECONDS):
                 return
-        time.sleep(PUSH_SECONDS)
+        time.sleep(PUSH_SECONDS)  # what is asked for is what engines say, every so often; nothing tells of silence
 
 
 class Reporter:

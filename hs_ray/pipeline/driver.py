@@ -276,8 +276,10 @@ def _plan(flight: Preflight, storage: Storage | None, lease: Lease | None) -> Pl
     chunks = split_sources(flight.sources)
     every_s = flight.resolved.job.cluster.progress_seconds
     with closing(planning.read_tables(chunks, flight.resolved.tokenize_settings, found.cpus)) as tables:
-        ours = planning.while_held(planning.counted(tables, every_s), lease)
-        return build_plan(storage, ours, flight.resolved, partial(_wait, lease))
+        counted = planning.counted(tables, every_s)
+        if lease is not None:
+            counted = planning.while_held(counted, lease)
+        return build_plan(storage, counted, flight.resolved, partial(_wait, lease))
 
 
 def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:

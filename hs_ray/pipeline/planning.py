@@ -96,14 +96,12 @@ def _get(reference: Any) -> pa.Table:
         raise (error.cause if isinstance(error.cause, HsRayError) else error) from None
 
 
-def while_held(tables: Iterator[pa.Table], lease: Lease | None) -> Iterator[pa.Table]:
+def while_held(tables: Iterator[pa.Table], lease: Lease) -> Iterator[pa.Table]:
     """The same tables. Raises LostLeaseError once a newer driver holds the output: what follows is written there."""
     for table in tables:
-        if lease is not None:
-            lease.check()
-        yield table
-    if lease is not None:
         lease.check()
+        yield table
+    lease.check()
 
 
 def counted(tables: Iterator[pa.Table], every_s: float) -> Iterator[pa.Table]:

@@ -216,9 +216,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         rows = file.sample_rows(self.output.shards[shard].samples)[number - int(self._first[shard])]
         # What a worker hands over itself lies in shared memory; what is to be collated there need not.
         shared = get_worker_info() is not None and self.batch_size in (None, 1)
-        if columns is not None:
-            columns = chosen_columns(columns, self.output.spec.columns, self._path)
-        return file.sample(rows, self.columns if columns is None else columns, shared)
+        chosen = self.columns if columns is None else chosen_columns(columns, self.output.spec.columns, self._path)
+        return file.sample(rows, chosen, shared)
 
     def shard_of(self, number: int) -> ShardEntry:
         """The shard that holds a sample of the whole output."""

@@ -140,7 +140,7 @@ def test_no_run_depends_on_the_board(tmp_path: Path) -> None:
     killer = threading.Thread(target=lambda: kill_until(stop, victim, chains.BOARD, rng))
     killer.start()
     try:
-        time.sleep(1)
+        time.sleep(1)  # a board or two die before the actor does
         assert victim.kill_one(chains.ACTOR, rng, 5)
         assert victim.wait() == 0, chain.tail()
     finally:
