@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ torch.save([packed, found.norms, found.peaks, found.sums, [a is b for a, b in zi
 """
 
 
-def by_kernel(found: list[torch.Tensor], folder: Path) -> list[Any]:
+def interpreted(found: list[torch.Tensor], folder: Path) -> list[Any]:
     """The CUDA kernel on CPU tensors, in a process whose triton interprets: it decides when it is imported."""
     pytest.importorskip("triton")
     path = folder / "columns.pt"
@@ -71,9 +72,25 @@ def by_kernel(found: list[torch.Tensor], folder: Path) -> list[Any]:
     return list(torch.load(path))
 
 
-def test_the_kernel_gives_the_same_and_packs(tmp_path: Path) -> None:
+def on_cuda(found: list[torch.Tensor], _: Path) -> list[Any]:
+    """The kernel as it is used."""
+    from hs_ray.engine.row_kernel import of_rows
+
+    there = [torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device="cuda").copy_(c) for c in found]
+    packed, stats = of_rows(there)
+    same = [mine is column for mine, column in zip(packed, there, strict=True)]
+    return [[mine.cpu() for mine in packed], stats.norms.cpu(), stats.peaks.cpu(), stats.sums.cpu(), same]
+
+
+CUDA = pytest.param(
+    on_cuda, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.mark.parametrize("run", [interpreted, CUDA])
+def test_the_kernel_gives_the_same_and_packs(run: Callable[..., list[Any]], tmp_path: Path) -> None:
     found = columns()
-    packed, norms, peaks, sums, same = by_kernel(found, tmp_path)
+    packed, norms, peaks, sums, same = run(found, tmp_path)
     expected = row_statistics.of_rows(found)
     torch.testing.assert_close(norms, expected.norms, rtol=1e-6, atol=0, equal_nan=True)
     assert torch.equal(peaks.nan_to_num(-1), expected.peaks.nan_to_num(-1))
@@ -85,6 +102,7 @@ def test_the_kernel_gives_the_same_and_packs(tmp_path: Path) -> None:
         assert np.array_equal(bits(mine), bits(column))
 
 
-def test_the_kernel_sums_the_widest_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [interpreted, CUDA])
+def test_the_kernel_sums_the_widest_row(run: Callable[..., list[Any]], tmp_path: Path) -> None:
     lowest = torch.full((1, MAX_WIDTH), -(2**15), dtype=torch.int16).view(torch.bfloat16)
-    assert by_kernel([lowest], tmp_path)[3].item() == -(2**15) * MAX_WIDTH
+    assert run([lowest], tmp_path)[3].item() == -(2**15) * MAX_WIDTH
