@@ -1,7 +1,6 @@
 """The ways that are timed. Each runs in a process of its own, since an engine ends every child of its process."""
 
 import contextlib
-import gc
 import os
 import shutil
 import tempfile
@@ -180,7 +179,6 @@ def serve(connection: Connection, make: Callable[[Setting], Way], setting: Setti
         way = make(setting)
         connection.send("ready")
         while (prompts := connection.recv()) is not None:
-            gc.collect()  # of all that was imported, half a second: not within a timing
             connection.send(way.time(prompts))
         way.close()
     except BaseException:  # noqa: BLE001  (whatever it is, the other end waits for it)

@@ -1,6 +1,7 @@
 """The yardstick: SGLang as it comes, with our arguments, nothing patched and nothing captured."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class BareEngine:
         from sglang.srt.entrypoints.engine import Engine
 
         self._engine = Engine(**server_args(options))
+        gc.freeze()  # as the engine that is measured against it
         self._loop = asyncio.new_event_loop()
 
     def prefill(self, prompts: Sequence[npt.NDArray[np.int32]]) -> None:

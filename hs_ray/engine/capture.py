@@ -13,6 +13,7 @@ Outside a scheduler that `entry` prepared, the four functions do nothing.
 T rows (tokens) of a batch, H hidden_size, N decoder layers.
 """
 
+import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Capture:
         if self.tp_rank == 0:
             device = next(layer_model.parameters()).device
             self.transport = Transport.connect(self.setup, device)
+        gc.freeze()  # what was imported and loaded: a full collection of it would stop the GPU for half a second
 
     def _install(self, model: torch.nn.Module, layer_model: Any, entry: Entry) -> None:
         """Ask for every layer id of the spec, by the entry's way; read back what can be read back."""

@@ -7,6 +7,7 @@ S tokens of a sample, H hidden_size, C state columns.
 """
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -76,6 +77,7 @@ class HiddenStateEngine:
         self._listener = Listener(self._address, family="AF_UNIX", authkey=self._authkey)
         Thread(target=self._receive, name="hs_ray-receive", daemon=True).start()
         self._engine = self._start()
+        gc.freeze()  # each full collection would look at a million objects of imports, and take half a second
         if not self._connected.wait(START_SECONDS):
             raise CaptureError("the engine started but its capture never connected")
         self._loop = asyncio.new_event_loop()

@@ -3,7 +3,8 @@
 Run as a script with the pid of the process to watch over. SGLang, NCCL and Python's multiprocessing name files in
 /dev/shm and unlink them at a clean end only; `kill -9` is never clean, and Ray's agents wait a minute for a cluster
 that is gone. SGLang's sockets stay at a clean end too. While the watched process lives this one notes which processes
-descend from it and which files in /dev/shm they map. Standard library alone, so that it starts in milliseconds.
+descend from it and which files in /dev/shm they map; what began at the last moment is known by a mark in its
+environment. Standard library alone, so that it starts in milliseconds.
 """
 
 import contextlib
@@ -15,18 +16,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 2.0  # between two looks at the processes
+GLANCE_SECONDS = 0.05  # between two at whether /dev/shm has changed: whoever made a file may be killed the moment after
+END_SECONDS = 10.0  # for what was killed to be gone
 SHM = "/dev/shm/"
+MARK = "HS_RAY_WATCHED"  # in the environment of what starts under a watch: its parent may be gone, unseen
 
 
 def start(*folders: str) -> int:
     """Watch over this process -> the janitor's pid. Detached: not among the children that SGLang ends at its end.
 
-    folders: removed when this process has ended.
+    What this process starts from here on is marked, and ends with it. folders: removed when this process has ended.
     """
-    command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), *folders]
+    mark = os.environ[MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), mark, *folders]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
@@ -65,16 +71,13 @@ def _descendants(pid: int) -> set[int]:
         family |= more
 
 
-def _marked(folders: list[str]) -> set[int]:
-    """Processes that were started with one of the folders as TMPDIR.
-
-    Also what began since the last look: its parent is gone, so that nothing else tells whose it is.
-    """
-    marks = {b"TMPDIR=" + os.fsencode(folder) for folder in folders}
+def _marked(mark: str) -> set[int]:
+    """Processes that were started with the mark in their environment."""
+    word = os.fsencode(f"{MARK}={mark}")
     found = set()
     for pid in _parents():
         with contextlib.suppress(OSError):
-            if marks & set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+            if word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found
 
@@ -115,31 +118,61 @@ def _unlink(inodes: set[int]) -> None:
                 entry.unlink()
 
 
-def watch(pid: int, folders: list[str]) -> None:
-    """Return once `pid` is gone and nothing of it is left. folders: its own, TMPDIR of what it starts."""
+class Family:
+    """The processes that descend from one, as far as they were seen, and the files in /dev/shm that they mapped."""
+
+    def __init__(self, pid: int, mark: str):
+        self.pid, self.mark = pid, mark
+        self.members: dict[int, str] = {}  # pid -> start time
+        self.files: set[int] = set()
+
+    def look(self) -> None:
+        self._add(_descendants(self.pid) - {self.pid})
+        self.files |= _mapped(self.pid)
+
+    def _add(self, pids: set[int]) -> None:
+        self.members = {pid: started for pid, started in self.members.items() if _started(pid) == started}
+        for pid in pids:
+            started = _started(pid)
+            if started is not None and not _is_janitor(pid):
+                self.members[pid] = started
+        self.files |= set().union(*map(_mapped, self.members))
+
+    def end(self) -> None:
+        """Kill what is left of it, and what that has started meanwhile; unlink the files that nobody else maps."""
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline:
+            self._add(set().union(_marked(self.mark), *map(_descendants, self.members)))
+            if not self.members:
+                break
+            for pid in self.members:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(GLANCE_SECONDS)
+        others = _parents().keys() - self.members.keys()
+        _unlink(self.files - set().union(*map(_mapped, others)))
+
+
+def watch(pid: int, mark: str) -> None:
+    """Return once `pid` is gone and nothing of it is left."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    family: dict[int, str] = {}
-    files: set[int] = set()
-    while not select.select([handle], [], [], LOOK_SECONDS)[0]:
-        for member in _descendants(pid) - {pid}:
-            started = _started(member)
-            if started is not None:
-                family[member] = started
-            files |= _mapped(member)
-        files |= _mapped(pid)
-    # What began since the last look.
-    late = ({member for known in family for member in _descendants(known)} | _marked(folders)) - family.keys()
-    family |= {member: started for member in late if (started := _started(member)) is not None}
-    files |= set().union(*map(_mapped, late))
-    for member, started in family.items():
-        if _started(member) == started and not _is_janitor(member):
-            with contextlib.suppress(OSError):
-                os.kill(member, signal.SIGKILL)
-    in_use = set().union(*(_mapped(other) for other in _parents() if other not in family and other != pid))
-    _unlink(files - in_use)
+    family = Family(pid, mark)
+    looked, pause = 0.0, GLANCE_SECONDS
+    while not select.select([handle], [], [], pause)[0]:
+        now = time.monotonic()
+        if now - looked > LOOK_SECONDS or _changed_lately():
+            family.look()
+            looked = time.monotonic()
+            pause = max(GLANCE_SECONDS, 4 * (looked - now))  # a fifth of a core at most, where /dev/shm is busy
+    family.end()
+
+
+def _changed_lately() -> bool:
+    """Whether a name came or went in /dev/shm; what comes is mapped a moment later."""
+    return time.time() - Path(SHM).stat().st_mtime < 4 * GLANCE_SECONDS
 
 
 def main() -> None:
@@ -151,8 +184,8 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # holding the engine's output open would keep its readers waiting
         os.dup2(null, stream)
-    folders = sys.argv[2:]
-    watch(int(sys.argv[1]), folders)
+    pid, mark, *folders = sys.argv[1:]
+    watch(int(pid), mark)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save_file
+import torch
+from safetensors.torch import save_file
 
 from hs_ray.prove.shapes import SHAPES
 
@@ -21,7 +22,8 @@ def write_shape(folder: Path, layers: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, "num_hidden_layers": layers, "quantization_config": FP8}, indent=1)
     (folder / "config.json").write_text(text)
-    save_file({}, folder / "model.safetensors")  # a model without any weights is refused
+    norm = torch.ones(config["hidden_size"], dtype=torch.bfloat16)  # a job keeps it beside the states
+    save_file({"model.norm.weight": norm}, folder / "model.safetensors")
 
 
 if __name__ == "__main__":

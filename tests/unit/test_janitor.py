@@ -1,10 +1,13 @@
 """What an engine leaves is gone soon after it: processes, what they mapped in /dev/shm, temporary files."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 CODE = """
 import mmap, multiprocessing, os, subprocess, sys, tempfile, time
@@ -45,21 +48,40 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
-LAST_MOMENT = """
-import os, signal, subprocess
+START = """
+import os, signal, subprocess, sys, time
 from hs_ray.engine import janitor
-janitor.start(janitor.own_temporary_folder())
+janitor.start()
+"""
+LAST_MOMENT = """
 print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
+"""
+ORPHAN = """
+subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null & echo $!"], check=True)
+"""
+KILLED_CHILD = """
+mapping = "import mmap, os, sys, time; fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 4096);"
+mapping += "kept = mmap.mmap(fd, 4096); print(os.getpid(), flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", mapping, sys.argv[1]], stdout=subprocess.PIPE)
+os.write(1, child.stdout.readline())
+time.sleep(0.5)
+child.kill()
+"""
+END = """
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_child_that_the_janitor_never_saw_is_ended(tmp_path: Path) -> None:
-    """As a detokenizer that was about to start when the scheduler beside it was killed."""
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", LAST_MOMENT], stdout=subprocess.PIPE, text=True, env=env, check=False)
+@pytest.mark.parametrize("moment", [LAST_MOMENT, ORPHAN, KILLED_CHILD])
+def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> None:
+    """A detokenizer that was about to start when the scheduler beside it was killed, an agent whose raylet is gone,
+    a file of a scheduler that was killed the moment after."""
+    shared = Path(f"/dev/shm/hs_ray-test-{tmp_path.name}-{time.monotonic_ns()}")
+    command = [sys.executable, "-c", START + moment + END, shared]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
     child = Path(f"/proc/{int(done.stdout)}")
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (child.exists() or any(tmp_path.iterdir())):
+    while time.monotonic() < deadline and (child.exists() or shared.exists()):
         time.sleep(0.1)
-    assert not child.exists() and list(tmp_path.iterdir()) == []
+    assert not child.exists() and not shared.exists()
