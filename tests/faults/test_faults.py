@@ -1,9 +1,10 @@
 """A hundred kills and more: actors, scheduler processes, writers, nodes and drivers, local and S3, disks that fill up.
 
 `make test-faults` runs every chain, prints the counts, and goes on where it was stopped: a chain that held is noted in
-outputs/faults and not run again (remove that folder to begin anew). `make test` runs the first, short one.
+outputs/faults, and not run again on the same code. `make test` runs the first, short one.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -26,7 +27,9 @@ from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import ATTEMPTS, DONE
 
 pytestmark = pytest.mark.integration
-NOTES = Path(__file__).parents[2] / "outputs/faults"
+ROOT = Path(__file__).parents[2]
+CODE = [path for part in ("hs_ray", "jobs", "tests/faults") for path in sorted((ROOT / part).rglob("*.py"))]
+NOTES = ROOT / "outputs/faults" / hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:16]
 MakeChain = Callable[[Path, int], Chain]  # from a folder of its own and a seed
 KILLS = ("driver", "actor", "scheduler", "writer", "node")
 LOCAL = [f"local-{seed}" for seed in range(4)]
