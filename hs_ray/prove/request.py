@@ -8,6 +8,8 @@ from typing import Any
 from hs_ray.errors import ConfigError, UnsupportedError
 from hs_ray.prove.proofs import Key
 
+FOLDER_PREFIX = "hs_ray-prove-"  # of a proof's temporary folder
+
 
 @dataclass(frozen=True)
 class Request:

@@ -14,8 +14,7 @@ from typing import Any
 from hs_ray.engine.models import refusal
 from hs_ray.errors import CaptureError, UnsupportedError
 from hs_ray.prove.proofs import Proof, add_proofs, cached_path, find_proof, lock, read_proofs
-from hs_ray.prove.request import Request, from_options
-from hs_ray.prove.worker import FOLDER_PREFIX
+from hs_ray.prove.request import FOLDER_PREFIX, Request, from_options
 
 log = logging.getLogger(__name__)
 

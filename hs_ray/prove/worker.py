@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from threading import Thread
 
-FOLDER_PREFIX = "hs_ray-prove-"
-
 
 def main() -> None:
     # Imported here, since SGLang's spawned processes import this module as their main.
@@ -36,6 +34,8 @@ def main() -> None:
 
 
 def _end_with(parent: int, folder: Path) -> None:
+    from hs_ray.prove.request import FOLDER_PREFIX
+
     while os.getppid() == parent:
         time.sleep(1)
     if folder.name.startswith(FOLDER_PREFIX):
