@@ -166,12 +166,14 @@ def _allowed(key: str, job_class: type) -> str:
     """What a key takes, from its type and its documentation."""
     annotation = _annotation(key, job_class)
     kinds = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    documentation = next((entry.help for entry in fields_of(job_class) if entry.key == key), "")
     words = []
     for kind in kinds:
         if kind is types.NoneType:
             words.append("null")
         elif isinstance(kind, type) and issubclass(kind, Enum):
-            words.append(f"one of {', '.join(member.name for member in kind)}")
+            if not all(member.name in documentation for member in kind):
+                words.append(f"one of {', '.join(member.name for member in kind)}")
         elif dataclasses.is_dataclass(kind):
             words.append(
                 f"a group of keys; set them one by one, for example {key}.{dataclasses.fields(kind)[0].name}=VALUE"
@@ -180,7 +182,6 @@ def _allowed(key: str, job_class: type) -> str:
             words.append(f"set it name by name, +{key}.NAME=VALUE")
         elif kind is not Any:
             words.append(TYPE_WORDS[get_origin(kind) or kind])
-    documentation = next((entry.help for entry in fields_of(job_class) if entry.key == key), "")
     return ", ".join(filter(None, (" or ".join(words), documentation)))
 
 

@@ -45,7 +45,7 @@ REFUSED = {
     "max_seq_len=null": "max_seq_len = null: a whole number, longest sample in tokens, at most the model's context",
     "max_seq_len=???": "max_seq_len = ???: a whole number, longest sample in tokens, at most the model's context",
     "capture.canary=maybe": "capture.canary = maybe: true or false, check every engine before its first unit",
-    "capture.final=prenorm": "capture.final = prenorm: one of pre_norm, post_norm, both, none, the state after the last layer: pre_norm, post_norm, both or none",
+    "capture.final=prenorm": "capture.final = prenorm: the state after the last layer: pre_norm, post_norm, both or none",
     "input.max_rejected=many": "input.max_rejected = many: a number, stop before the engine starts if a larger share of the lines is rejected",
     "engine.tp_size=[1]": "engine.tp_size = [1]: a whole number, GPUs of one engine (tensor parallelism)",
     "engine=big": "engine = big: a group of keys; set them one by one, for example engine.device=VALUE",
