@@ -34,6 +34,7 @@ _ONE_FORWARD = "states are captured in plain prefill, in one engine on one node"
 _EAGER = (
     "prefill runs eagerly: a replayed graph passes the hooks by and pads the batch; it gains nothing at full batches"
 )
+_FUSION = "an all-reduce that is fused into the next norm leaves partial sums where states are captured"
 OWNED_ENGINE_ARGS = {
     "model_path": _KEY.format("model.path"),
     "tokenizer_path": _KEY.format("model.tokenizer"),
@@ -89,6 +90,12 @@ OWNED_ENGINE_ARGS = {
     "lora_paths": "adapters change the states without changing the model's digest: merge them into a folder",
     "forward_hooks": "other hooks on the same modules could change what is captured",
     "use_ray": "the engine runs below hs_ray's own actor",
+    "enforce_disable_flashinfer_allreduce_fusion": _FUSION,
+    "enable_flashinfer_allreduce_fusion": _FUSION,
+    "enable_multimodal": "prompts are token ids, and classes are proven without the processor of pictures",
+    "sampling_backend": "nothing is sampled",
+    "grammar_backend": "nothing is sampled",
+    "sleep_on_idle": "an engine that waits for the disk must leave its core to the writers",
 }
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 

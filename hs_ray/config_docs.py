@@ -5,7 +5,8 @@
 
 import dataclasses
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -88,13 +89,26 @@ def markdown() -> str:
     ]
     shown: set[Key] = set()
     for name, job_class in JOBS.items():
+        known = [key for key in fields_of(job_class) if key in shown]
         keys = [key for key in fields_of(job_class) if key not in shown]
         shown.update(keys)
         rows = [f"| `{key.key}` | {_cell(key.type)} | `{key.default}` | {_cell(key.help)} |" for key in keys]
-        also = "" if name == "extract" else "\n\nKeys not listed are those of `jobs/extract.py`."
+        also = f"\n\nAlso, as above: {_grouped(known)}." if known else ""
         parts.append(f"## jobs/{name}.py{also}")
         parts.append("\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]))
     return "\n\n".join(parts) + "\n"
+
+
+def _grouped(keys: Sequence[Key]) -> str:
+    """Their names; of a group that is there as a whole, `group.*`."""
+    groups: dict[str, list[str]] = {}
+    for entry in keys:
+        groups.setdefault(entry.key.partition(".")[0], []).append(entry.key)
+    whole = Counter(entry.key.partition(".")[0] for entry in fields_of(ExtractJob))
+    return ", ".join(
+        f"`{group}.*`" if "." in names[0] and len(names) == whole[group] else ", ".join(f"`{name}`" for name in names)
+        for group, names in groups.items()
+    )
 
 
 def _cell(text: str) -> str:

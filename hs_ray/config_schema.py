@@ -87,9 +87,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = _key(
         None, "most tokens of one forward pass; longer prompts are split; null: 16384 on CUDA, 2048 on CPU"
     )
-    mem_fraction_static: float | None = _key(
-        None, "share of GPU memory for weights and KV pool; null: SGLang's choice less the staging buffers"
-    )
+    mem_fraction_static: float | None = _key(None, "share of GPU memory for weights and KV pool; null: SGLang's choice")
     attention_backend: str | None = _key(None, "SGLang attention backend; null: SGLang's choice, torch_native on CPU")
     max_inflight_tokens: Any = _key(
         "auto", "tokens admitted to one engine and not yet written; sets the size of the shared memory"
@@ -171,7 +169,11 @@ class ExtractJob:
 
 @dataclass
 class VerifyConfig:
-    reference: Reference = _key(Reference.none, "none: integrity alone; hf: compare values with transformers")
+    reference: Reference = _key(
+        Reference.none,
+        "none: integrity alone; hf: compare values with transformers; argmax: next tokens that the final state "
+        "names, against the text",
+    )
     samples: int = _key(16, "samples compared with the reference")
     seed: int = _key(0, "which samples")
     device: str = _key("auto", "device of the reference: auto, cpu or cuda")

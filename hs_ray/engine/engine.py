@@ -70,7 +70,6 @@ class HiddenStateEngine:
         self._closing = False
         self._dead: str | None = None
         self._connected = Event()
-        self.hello: dict[str, Any] = {}
         # An abstract socket: no file to leave behind.
         self._address = f"\0hs_ray-{os.getpid()}-{secrets.token_hex(8)}"
         self._authkey = secrets.token_bytes(32)
@@ -146,7 +145,11 @@ class HiddenStateEngine:
         """
         self._check_alive()
         num_tokens = len(input_ids)
-        extent, waited = self.ring.reserve(num_tokens * self.options.spec.bytes_per_token)
+        try:
+            extent, waited = self.ring.reserve(num_tokens * self.options.spec.bytes_per_token)
+        except CaptureError:
+            self._check_alive()  # it died meanwhile
+            raise
         if self.poison:
             self.ring.fill(extent, 0xFF)
         rid = make_rid(next(self._serials), extent.offset, num_tokens)
@@ -200,17 +203,14 @@ class HiddenStateEngine:
             self._loop.call_later(LATE_SECONDS, ticket.expire)
 
     def _complete(self, ticket: Ticket) -> None:
-        if ticket.future.done():
-            return
         spec = self.options.spec
         views = self.ring.view(ticket.extent, len(spec.columns), ticket.num_tokens, spec.hidden_size)
-        ticket.future.set_result(SampleStates(views, ticket.stats))
+        ticket.complete(SampleStates(views, ticket.stats))
 
     def _receive(self) -> None:
         """Descriptors from the scheduler, until it ends."""
         try:
             connection: Connection = self._listener.accept()
-            self.hello = json.loads(connection.recv_bytes())
             self._connected.set()
             while True:
                 record = json.loads(connection.recv_bytes())
@@ -227,11 +227,11 @@ class HiddenStateEngine:
             return
         self._dead = reason
         print(f"hs_ray: {reason}", file=sys.stderr, flush=True)
+        if self.on_death:  # first: in the job it ends this process, before anybody takes the death for an error
+            self.on_death(reason)
         self.ring.close(reason)
         for ticket in list(self._tickets.values()):
             ticket.fail(EngineDiedError(reason))
-        if self.on_death:
-            self.on_death(reason)
 
     def close(self) -> None:
         """End SGLang's processes. It ends every child of this process: run the engine in one of its own."""

@@ -57,7 +57,7 @@ def _parents() -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
     return found
 
 
@@ -85,7 +85,7 @@ def _marked(mark: str) -> set[int]:
 def _started(pid: int) -> str | None:
     """Start time in clock ticks: tells a process from a later one with the same pid."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]
@@ -105,7 +105,7 @@ def _mapped(pid: int) -> set[int]:
     Not names: a semaphore is mapped under a temporary one that is gone, and linked to its own afterwards.
     """
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
     return {int(line.split()[4]) for line in lines if SHM in line}

@@ -3,7 +3,8 @@
 S tokens of a sample, H hidden_size, C state columns.
 """
 
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
@@ -70,8 +71,12 @@ class Ticket:
     def stats(self) -> list[ColumnStats]:
         return self._stats
 
+    def complete(self, states: SampleStates) -> None:
+        with suppress(InvalidStateError):  # several threads may end a ticket: the first one does
+            self.future.set_result(states)
+
     def fail(self, error: Exception) -> None:
-        if not self.future.done():
+        with suppress(InvalidStateError):
             self.future.set_exception(error)
 
 

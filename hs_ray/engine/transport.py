@@ -52,8 +52,6 @@ class Transport:
         fd = os.open(setup.ring_path, os.O_RDWR)
         ring = torch.frombuffer(mmap.mmap(fd, setup.ring_size), dtype=torch.bfloat16)
         os.close(fd)
-        hello = {"hello": os.getpid(), "device": device.type, "architecture": setup.architecture}
-        connection.send_bytes(json.dumps(hello).encode())
         kind = CudaTransport if device.type == "cuda" else Transport
         return kind(connection, ring, setup.spec.hidden_size)
 

@@ -26,7 +26,7 @@ from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt, new_at
 from hs_ray.model import local_weights, resolve_model
 from hs_ray.pipeline.board import STUCK, EngineState, Reporter, starts_in_a_row, wait_while_others_go_on
 from hs_ray.pipeline.metrics import Metrics
-from hs_ray.pipeline.resources import fit_ring, node_memory
+from hs_ray.pipeline.resources import check_scratch, engines_of_this_node, fit_ring, node_memory
 from hs_ray.plan import read_unit
 from hs_ray.schema import Marker, Sample, marker_path
 from hs_ray.storage import Storage, when_there_is_room
@@ -49,6 +49,7 @@ class ActorJob:
     compression: str
     metadata: dict[str, Any]
     min_free_bytes: int
+    scratch_bytes: int  # of all shards that one engine makes at once
     max_retries: int
     engines: int
     canary: bool
@@ -164,7 +165,9 @@ class HiddenStateExtractor:
                 f"model.path = {info.name}: the copy of node {self.reporter.state.node} differs from the driver's"
             )
         options = replace(self.job.options, model_path=local_weights(info))
-        return fit_ring(options, node_memory())
+        neighbours = engines_of_this_node(self.job.engines, options)
+        check_scratch(self.job.storage, neighbours * self.job.scratch_bytes)
+        return fit_ring(options, node_memory() // neighbours)
 
     def _refresh(self, state: EngineState) -> None:
         if self.engine is not None:

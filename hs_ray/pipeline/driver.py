@@ -57,6 +57,15 @@ WAITING_S = 15  # between two lines while a disk is full
 
 def run(job: ExtractJob) -> int:
     """jobs/extract.py after its configuration is loaded. Returns the exit code."""
+    try:
+        return _start(job)
+    except OSError as error:  # a disk or a store is unwell: where in our code it was met helps nobody
+        raise RunError(
+            f"the run failed: {type(error).__name__}: {error}; run the same command again to resume"
+        ) from error
+
+
+def _start(job: ExtractJob) -> int:
     flight = preflight(job)
     say(f"model {flight.resolved.model.name}, {len(flight.sources)} input files, output {flight.storage.root}")
     if job.model.trust_remote_code:
@@ -194,6 +203,7 @@ def _extract(
         compression=job.output.compression.value,
         metadata=_metadata(flight, key),
         min_free_bytes=parse_bytes(job.output.min_free_bytes),
+        scratch_bytes=min(units_at_once(job), len(remaining)) * parse_bytes(job.output.shard_bytes),
         max_retries=job.cluster.max_retries,
         engines=engines.count,
         canary=job.capture.canary,

@@ -59,9 +59,9 @@ def extract_units(extraction: Extraction) -> Generator[Marker]:
     except (ray.exceptions.RayError, RuntimeError) as error:
         raise _cause(error) from error
     finally:
-        pids = [state.pid for _, state in progress.states]
+        here = ray.util.get_node_ip_address()
         ray.shutdown()
-        _wait_for_the_end(pids)
+        _wait_for_the_end([state.pid for _, state in progress.states if state.node == here])
 
 
 def _configure() -> None:

@@ -1,7 +1,11 @@
 """What the cluster gives to this job: the device, how many engines, and each one's options."""
 
+import contextlib
 import os
 from dataclasses import replace
+from pathlib import Path
+
+import ray
 
 from hs_ray.config import ExtractJob
 from hs_ray.engine.options import EngineOptions
@@ -9,8 +13,10 @@ from hs_ray.errors import ConfigError
 from hs_ray.pipeline.cluster import Cluster
 from hs_ray.plan import ResolvedJob
 from hs_ray.schema import CaptureSpec
+from hs_ray.storage import Storage
 
 RING_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}  # shared memory of one engine, unless the plan needs more
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 ROWS_IN_RING = 4  # the longest sample must fit this often
 
 
@@ -89,8 +95,17 @@ def _least_ring(longest_tokens: int, spec: CaptureSpec) -> int:
     return ROWS_IN_RING * longest_tokens * spec.bytes_per_token
 
 
+def engines_of_this_node(engines: int, options: EngineOptions) -> int:
+    """The most of `engines` that may run on the node of this actor."""
+    if options.device == "cpu":
+        return engines
+    here = ray.get_runtime_context().get_node_id()
+    gpus = next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here)
+    return max(1, min(engines, int(gpus) // options.tp_size))
+
+
 def fit_ring(options: EngineOptions, memory: int) -> EngineOptions:
-    """For the node that the engine runs on: no more than half of its memory. memory: bytes.
+    """No more than half of the memory that this engine may count as its own. memory: bytes.
 
     Raises ConfigError if the longest sample does not fit into that several times.
     """
@@ -99,11 +114,31 @@ def fit_ring(options: EngineOptions, memory: int) -> EngineOptions:
         raise ConfigError(
             f"max_seq_len = {options.max_seq_len}: the longest sample needs {ROWS_IN_RING} x "
             f"{options.longest_tokens:,} tokens x {options.spec.bytes_per_token:,} bytes = {least:,} bytes of shared "
-            f"memory, more than half of this node's {memory:,}; lower max_seq_len, or capture fewer layers"
+            f"memory, more than half of this engine's share of its node, {memory:,}; lower max_seq_len, or capture "
+            "fewer layers"
         )
     return replace(options, ring_bytes=min(options.ring_bytes, most))
 
 
 def node_memory() -> int:
-    """Bytes of RAM of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of RAM of this machine, or of the container that this process is in."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # another version of cgroups; the word "max"
+            found.append(int(Path(limit).read_text()))
+    return min(found)
+
+
+def check_scratch(storage: Storage, need: int) -> None:
+    """Raises ConfigError where the engines of this node could fill the folder in which they make their shards.
+
+    Each unfinished shard would wait for room that only the others can give. need: bytes of all of them.
+    """
+    room = storage.scratch_room()
+    if room is not None and room[1] < need:
+        folder, free = room
+        raise ConfigError(
+            f"output.storage_options.scratch_dir = {folder}: shards are made there before they are uploaded, and those "
+            f"of this node's engines may need {need:,} bytes at once, of which {free:,} are free; choose a folder of "
+            "a larger disk, or lower output.shard_bytes or cluster.prefetch_units"
+        )

@@ -22,7 +22,8 @@ attention boundary of SGLang 0.5.23's layers (`hs_ray/engine/models.py`). Attent
 noted; nothing that is captured depends on it.
 
 A class in no row of the first table, or on another device, is proven on its first use there (`capture.prove=auto`), or
-before by `python jobs/prove.py model.path=...`; `capture.prove=never` takes the risk.
+before by `python jobs/prove.py model.path=...`; `capture.prove=never` takes the risk. The devices are `cpu` and `cuda`:
+a proof on one NVIDIA GPU is taken for all of them, and `jobs/prove.py` with `capture.prove=always` makes one on yours.
 
 ## Proven
 """

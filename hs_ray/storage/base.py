@@ -89,6 +89,10 @@ class Storage(ABC):
     def free_bytes(self) -> int | None:
         """Room for the output; None where there is no bound (S3)."""
 
+    def scratch_room(self) -> tuple[str, int] | None:
+        """(folder, free bytes) where shards are made that are moved elsewhere once they are whole; None: in place."""
+        return None
+
     def abort_incomplete_uploads(self) -> int:
         """Free what unfinished uploads of dead attempts hold on S3. Returns how many there were."""
         return 0

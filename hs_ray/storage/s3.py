@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import pyarrow as pa
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.s3_client import S3Client
 from hs_ray.storage.scratch import Scratch
+
+OURS = ("shards", "_run", "_rejects")
 
 
 class S3Storage(Storage):
@@ -54,13 +57,20 @@ class S3Storage(Storage):
 
     def scratch(self, name: str) -> Scratch:
         """Without a name in the file system, so that nothing is left even after kill -9."""
-        folder = self._scratch_dir or tempfile.gettempdir()
+        folder = self._scratch_folder
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError:  # a file system without O_TMPFILE
             fd, path = tempfile.mkstemp(prefix="hs_ray-", suffix=".parquet", dir=folder)
             Path(path).unlink()
         return Scratch(f"/proc/self/fd/{fd}", fd, linked=False, disk=f"{folder} (buffer for uploads)")
+
+    @property
+    def _scratch_folder(self) -> str:
+        return self._scratch_dir or tempfile.gettempdir()
+
+    def scratch_room(self) -> tuple[str, int]:
+        return self._scratch_folder, shutil.disk_usage(self._scratch_folder).free
 
     def publish(self, scratch: Scratch, path: str) -> None:
         self._client.upload(scratch.fd, scratch.size, self._key(path))
@@ -69,7 +79,8 @@ class S3Storage(Storage):
         return None
 
     def abort_incomplete_uploads(self) -> int:
-        return self._client.abort_uploads(self._key(""))
+        # Not all below the prefix: another output, or another's files, may be there and in the making.
+        return sum(self._client.abort_uploads(self._key(f"{folder}/")) for folder in OURS)
 
     def check_writable(self) -> None:
         # What is at a wrong endpoint may answer, with errors that look transient: not ten minutes of them.

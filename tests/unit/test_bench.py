@@ -60,7 +60,9 @@ def test_shared_memory_is_at_most_half_of_the_machine(tiny_random: Path, monkeyp
     monkeypatch.setattr(run, "node_memory", lambda: 2**30)
     assert run.resolve_bench(job).options.ring_bytes == 2**29
     monkeypatch.setattr(run, "node_memory", lambda: 2**20)
-    with pytest.raises(ConfigError, match="4 x 512 tokens .* more than half of this node's 1,048,576"):
+    with pytest.raises(
+        ConfigError, match="4 x 512 tokens .* more than half of this engine's share of its node, 1,048,576"
+    ):
         run.resolve_bench(job)
 
 

@@ -1,21 +1,27 @@
 """What an engine is started with, and what is refused before or as it starts. Without an engine."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hs_ray.config_checks import OWNED_ENGINE_ARGS
 from hs_ray.engine import arguments, canary
-from hs_ray.engine.engine import HiddenStateEngine
+from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
 from hs_ray.engine.options import EngineOptions, server_args
 from hs_ray.engine.patching import installed_release
-from hs_ray.engine.ring import ALIGN, Ring
+from hs_ray.engine.ring import ALIGN, Extent, Ring
 from hs_ray.engine.ticket import SampleStates, Ticket
 from hs_ray.errors import ConfigError
+from hs_ray.pipeline import resources
 from hs_ray.pipeline.resources import fit_ring
 from hs_ray.schema import CaptureSpec, ColumnStats, resolve_layers
+from hs_ray.storage import open_storage
 
 CONTEXT = 2048
 SPEC = CaptureSpec((2, 4), "pre_norm", 8, 64)  # 3 columns of 128 bytes a token
@@ -66,9 +72,93 @@ def test_shared_memory_is_at_most_half_of_the_node() -> None:
     least = 4 * 1000 * SPEC.bytes_per_token
     assert fit_ring(asked, 2 * least).ring_bytes == least
     with pytest.raises(
-        ConfigError, match=f"4 x 1,000 tokens x 384 bytes = {least:,} bytes .* node's {2 * least - 2:,}"
+        ConfigError, match=f"4 x 1,000 tokens x 384 bytes = {least:,} bytes .* its node, {2 * least - 2:,}"
     ):
         fit_ring(asked, 2 * least - 2)
+
+
+def test_memory_is_the_containers_where_that_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(resources, "CGROUP_LIMITS", (str(limit), str(tmp_path / "none")))
+    whole = resources.node_memory()
+    assert whole > 2**30
+    limit.write_text("max\n")
+    assert resources.node_memory() == whole
+    limit.write_text(f"{2**29}\n")
+    assert resources.node_memory() == 2**29
+
+
+@pytest.mark.parametrize(
+    ("engines", "gpus", "tp_size", "here"), [(16, 8, 1, 8), (3, 8, 1, 3), (16, 8, 4, 2), (1, 8, 8, 1)]
+)
+def test_engines_that_share_a_node(
+    engines: int, gpus: int, tp_size: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeID": "a", "Resources": {"GPU": 1.0}}, {"NodeID": "b", "Resources": {"GPU": float(gpus)}}]
+    monkeypatch.setattr(resources.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(resources.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
+    assert resources.engines_of_this_node(engines, options(device="cuda", tp_size=tp_size)) == here
+    assert resources.engines_of_this_node(engines, options()) == engines
+
+
+def test_engines_that_could_fill_the_folder_for_uploads(tmp_path: Path) -> None:
+    storage = open_storage("s3://bucket/out", {"scratch_dir": str(tmp_path)})
+    resources.check_scratch(storage, 2**20)
+    with pytest.raises(ConfigError, match=rf"scratch_dir = {tmp_path}: .*{2**60:,} bytes at once.*shard_bytes"):
+        resources.check_scratch(storage, 2**60)
+    resources.check_scratch(open_storage(str(tmp_path)), 2**60)  # made where they stay: a full disk is waited for
+
+
+def test_every_argument_that_we_set_is_refused_from_users() -> None:
+    """But for the few that change neither what is computed nor how it is captured."""
+    free = {"log_level", "watchdog_timeout", "max_total_tokens"}
+    for release in ("0.5.17", "0.5.23"):
+        for device in ("cpu", "cuda"):
+            ours = server_args(options(release=release, device=device, attention_backend="x", mem_fraction_static=0.5))
+            assert ours.keys() - free <= OWNED_ENGINE_ARGS.keys()
+
+
+class Dying:
+    """An engine whose ring is full, and whose scheduler ends while somebody waits for room."""
+
+    def __init__(self, on_death: Any):
+        self.engine: Any = HiddenStateEngine.__new__(HiddenStateEngine)  # not started
+        self.engine.options, self.engine.ring, self.engine.on_death = options(), Ring(ALIGN), on_death
+        self.engine._tickets, self.engine._dead, self.engine._closing = {}, None, False
+        self.engine.ring.reserve(ALIGN)
+
+
+def test_who_waits_for_room_is_told_of_the_death() -> None:
+    """CaptureError would be an error of the run: the unit would fail, and the death not count."""
+    engine = Dying(None).engine
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.submit, np.zeros(4, np.int32))
+        while engine.ring._next_turn < 2:
+            time.sleep(0.001)
+        engine._died("the scheduler ended")
+        with pytest.raises(EngineDiedError, match="the scheduler ended"):
+            waiting.result(10)
+
+
+def test_the_process_ends_before_anybody_is_told() -> None:
+    ticket = Ticket("r", 4, Extent(0, ALIGN), 1, 0.0)
+    told: list[bool] = []
+    engine = Dying(lambda _: told.append(ticket.future.done())).engine
+    engine._tickets["r"] = ticket
+    engine._died("the scheduler ended")
+    assert told == [False]
+    assert isinstance(ticket.future.exception(), EngineDiedError)
+
+
+def test_a_ticket_ends_once() -> None:
+    states = SampleStates([], [])
+    first, second = (Ticket("r", 4, Extent(0, ALIGN), 1, 0.0) for _ in range(2))
+    first.complete(states)
+    first.fail(EngineDiedError("late"))
+    assert first.future.result() is states
+    second.fail(EngineDiedError("early"))
+    second.complete(states)
+    assert isinstance(second.future.exception(), EngineDiedError)
 
 
 def test_arguments_that_the_installed_sglang_does_not_take() -> None:

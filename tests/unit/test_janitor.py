@@ -1,5 +1,6 @@
 """What an engine leaves is gone soon after it: processes, what they mapped in /dev/shm, temporary files."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from hs_ray.engine import janitor
 
 CODE = """
 import mmap, multiprocessing, os, subprocess, sys, tempfile, time
@@ -85,3 +88,16 @@ def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> Non
     while time.monotonic() < deadline and (child.exists() or shared.exists()):
         time.sleep(0.1)
     assert not child.exists() and not shared.exists()
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """Of anybody's file in /dev/shm: it is in the list of what his process has mapped."""
+    path = os.fsencode(f"/dev/shm/hs_ray-test-{tmp_path.name}-") + b"\xff"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE):
+            assert os.fstat(fd).st_ino in janitor._mapped(os.getpid())
+    finally:
+        os.close(fd)
+        Path(os.fsdecode(path)).unlink()

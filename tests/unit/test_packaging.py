@@ -82,7 +82,7 @@ def test_base_install_is_the_readers_alone() -> None:
 BROUGHT_BY = {
     "hydra": "hydra-core", "omegaconf": "hydra-core", "sgl_kernel": "sglang", "huggingface_hub": "transformers",
     "httpx": "transformers", "tokenizers": "transformers", "botocore": "s3fs", "aiobotocore": "s3fs", "aiohttp": "s3fs",
-    "psutil": "sglang", "zmq": "sglang", "pandas": "ray", "requests": "ray",
+    "psutil": "sglang", "zmq": "sglang", "triton": "torch", "pandas": "ray", "requests": "ray",
 }  # fmt: skip
 
 
