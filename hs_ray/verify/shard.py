@@ -12,7 +12,6 @@ from hs_ray.errors import HsRayError
 from hs_ray.reader.shard import READ_ERRORS, decode_state
 from hs_ray.schema import (
     STATE_BYTES,
-    CaptureSpec,
     ColumnStats,
     Marker,
     Sample,
@@ -22,10 +21,10 @@ from hs_ray.schema import (
 from hs_ray.storage import Storage
 from hs_ray.verify.content import SampleProbe, probe_sample
 from hs_ray.verify.footer import footer_fits
+from hs_ray.verify.planned import SMALL, PlannedRows
 from hs_ray.verify.report import Report
 from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
-SMALL = ("sample_id", "source", "line", "num_tokens", "sample_tokens", "token_start")
 EMBEDDINGS = "hidden_0"  # zeros and repeats are the model's own there
 
 
@@ -107,9 +106,8 @@ class _Rows:
         self.checksums: dict[str, dict[str, int]] = {}  # of each sample, by column
 
     def check(self, marker: Marker) -> None:
-        expected = self._expected()
+        rows = PlannedRows(self.planned, self.hidden, self.path, self.report)
         counts = {"rows": self.parquet.num_row_groups, "samples": 0, "tokens": 0}
-        seen: list[tuple[str, int]] = []
         for number in range(self.parquet.num_row_groups):
             try:
                 table = self.parquet.read_row_group(number, use_threads=False)
@@ -119,15 +117,14 @@ class _Rows:
             row = self._small(number, table)
             if row is None:
                 continue
-            seen.append((row["sample_id"], row["token_start"]))
             counts["samples"] += row["token_start"] == 0
             counts["tokens"] += row["num_tokens"]
-            self._against_plan(number, row, expected[number] if number < len(expected) else None)
+            rows.add(number, row)
             states = self._states(number, row, table)
             if row["token_start"] == 0 and len(states) == len(self.columns):
                 probe = probe_sample(row["sample_id"], self.path, row["input_ids"], states, self.last)
                 self.audit.probes.append(probe)
-        self._coverage(seen, [(row["sample_id"], row["token_start"]) for row in expected])
+        rows.check_coverage()
         self._against_checksums(marker)
         for name, found in counts.items():
             self.report.count(name, found)
@@ -156,75 +153,6 @@ class _Rows:
             self.report.add("row", self.path, f"row {number}, sample {row['sample_id']!r}: {detail}")
             return None
         return row | {name: values.to_numpy() for name, values in lists.items()}
-
-    def _expected(self) -> list[dict[str, Any]]:
-        """The small columns of every row that should be there, in order."""
-        spec = CaptureSpec((), "none", 0, self.hidden)  # pieces depend on the width alone
-        rows = []
-        for sample in self.planned:
-            for start, length in spec.pieces(sample.num_tokens):
-                part = slice(start, start + length)
-                rows.append(
-                    {
-                        "sample_id": sample.sample_id,
-                        "source": sample.source,
-                        "line": sample.line,
-                        "num_tokens": length,
-                        "sample_tokens": sample.num_tokens,
-                        "token_start": start,
-                        "input_ids": sample.input_ids[part],
-                        "loss_mask": sample.loss_mask[part],
-                    }
-                )
-        return rows
-
-    def _against_plan(self, number: int, row: dict[str, Any], expected: dict[str, Any] | None) -> None:
-        if expected is None:
-            self.report.add(
-                "plan",
-                self.path,
-                f"row {number}, sample {row['sample_id']!r}: more rows than the plan has for this unit",
-            )
-            return
-        if row["sample_id"] != expected["sample_id"]:
-            self.report.add(
-                "plan",
-                self.path,
-                f"row {number} is sample {row['sample_id']!r}, the plan has {expected['sample_id']!r} there",
-            )
-            return
-        for name in SMALL[1:]:
-            if row[name] != expected[name]:
-                self.report.add(
-                    "plan",
-                    self.path,
-                    f"row {number}, sample {row['sample_id']!r}: {name} is {row[name]!r}, planned {expected[name]!r}",
-                )
-        for name in ("input_ids", "loss_mask"):
-            if not np.array_equal(row[name], expected[name]):
-                self.report.add(
-                    "plan", self.path, f"row {number}, sample {row['sample_id']!r}: {name} is not what was planned"
-                )
-
-    def _coverage(self, seen: list[tuple[str, int]], expected: list[tuple[str, int]]) -> None:
-        missing, extra = (
-            [key for key in expected if key not in set(seen)],
-            [key for key in seen if key not in set(expected)],
-        )
-        if missing:
-            self.report.add(
-                "coverage",
-                self.path,
-                f"{len(missing)} planned rows are missing, the first is (sample, token_start) {missing[0]}",
-            )
-        if extra:
-            self.report.add(
-                "coverage",
-                self.path,
-                f"{len(extra)} rows are not in the plan, the first is (sample, token_start) {extra[0]}",
-            )
-        if len(set(seen)) != len(seen):
-            self.report.add("coverage", self.path, f"{len(seen) - len(set(seen))} rows are there twice")
 
     def _states(self, number: int, row: dict[str, Any], table: pa.Table) -> dict[str, np.ndarray]:
         """The row's states by column, uint16 [S, H]; those that can be looked at."""
@@ -260,9 +188,12 @@ class _Rows:
         if missing:
             detail = f"{len(missing)} samples have no checksums of their {len(self.columns)} columns"
             self.report.add("bits", marker_path(marker.unit), f"{detail}, the first is {missing[0]!r}")
-        for sample_id in [name for name in self.checksums if name not in missing]:
+        without = set(missing)
+        for sample_id, of_sample in self.checksums.items():
+            if sample_id in without:
+                continue
             recorded = dict(zip(self.columns, marker.checksums[sample_id], strict=True))
-            for name, found in self.checksums[sample_id].items():
+            for name, found in of_sample.items():
                 self.report.count("checksums")
                 if found != recorded[name]:
                     detail = "the bits are not those that the device computed"

@@ -166,11 +166,6 @@ def test_flipped_byte_in_the_ids(made: MadeOutput):
     assert "sample 'id-0': input_ids" in found(made)["plan"][0]
 
 
-def test_swapped_rows(made: MadeOutput):
-    rewrite(made, 0, lambda rows: [rows[1], rows[0], *rows[2:]])
-    assert found(made).keys() == {"plan"}
-
-
 def test_a_marker_without_checksums(made: MadeOutput):
     marker = read_marker(made, 1)
     fit_marker(made, dataclasses.replace(marker, checksums={"id-4": marker.checksums["id-4"]}))
