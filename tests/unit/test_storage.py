@@ -191,9 +191,9 @@ STEPS: dict[str, tuple[str, Callable[[Storage], object]]] = {  # request to brea
     "list": ("GET /.*prefix=.*listed", lambda s: [info.path for info in s.list("listed")]),
     "remove": ("DELETE /.*/remove$", lambda s: s.remove("remove")),
     "begin": (r"POST /.*begin\?uploads", lambda s: publish(s, "shards/begin", DATA)),
-    "part": ("PUT /.*part.*partNumber=2", lambda s: publish(s, "u/part", DATA)),
+    "part": ("PUT /.*part.*partNumber=2", lambda s: publish(s, "shards/part", DATA)),
     "complete": ("POST /.*complete.*uploadId", lambda s: publish(s, "shards/complete", DATA)),
-    "head": ("HEAD /.*/u/head", lambda s: publish(s, "u/head", DATA)),
+    "head": ("HEAD /.*/shards/head", lambda s: publish(s, "shards/head", DATA)),
 }
 
 
@@ -213,7 +213,7 @@ def test_transient_faults_are_ridden_out(s3: Bucket, action: str) -> None:
     assert (results["create"], results["get"], results["list"]) == (True, b"0123456789", ["listed/x"])
     assert storage.read_many(["put", "create"]) == [b"new", b"mine"] and not storage.exists("remove")
     assert [(i.path, i.size) for i in storage.list("shards")] == [
-        (f"u/{step}", len(DATA)) for step in ("begin", "complete", "head", "part")
+        (f"shards/{step}", len(DATA)) for step in ("begin", "complete", "head", "part")
     ]
     storage.abort_incomplete_uploads()  # a lost answer to `begin` leaves one
     assert s3.uploads() == 0
