@@ -57,9 +57,10 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     each chosen state column (bfloat16 [S, H]). Split samples are joined, `split_zstd` is undone.
 
     Iterating is sharded over ranks and DataLoader workers, shuffled if asked, and can be resumed in mid-epoch.
-    `dataset[i]` and `len(dataset)` see this rank's share in the order of the input; `map_style()` has every sample, for
-    samplers. Behind a DataLoader worker the tensors of a sample or batch are views of one storage: clone() one of them
-    before saving it alone.
+    `dataset[i]` and `len(dataset)` see this rank's share, in the order of the shards: units in the order of the input, and
+    so the samples of each, but one that failed once and was right the second time comes after the others of its unit.
+    `map_style()` has every sample, for samplers. Behind a DataLoader worker the tensors of a sample or batch are views of
+    one storage: clone() one of them before saving it alone.
 
     columns: state columns to read, None for all; what is not asked for is not read.
     shuffle: the order of an epoch is a function of seed and epoch alone: shards are shuffled, then the samples within
@@ -207,7 +208,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         return MapStyle(self)
 
     def read(self, number: int, columns: Sequence[str] | None = None) -> Sample:
-        """Sample `number` of the whole output, whatever the rank; 0 is the first of the input.
+        """Sample `number` of the whole output, whatever the rank, in the order of the shards.
 
         columns: state columns to read; None for the dataset's.
         """
@@ -279,7 +280,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
 
 
 class MapStyle(Dataset[Sample]):
-    """Every sample of an output by number, in the order of the input. The rank is the sampler's affair."""
+    """Every sample of an output by number, in the order of the shards. The rank is the sampler's affair."""
 
     def __init__(self, dataset: HiddenStatesDataset):
         self.dataset = dataset

@@ -75,6 +75,21 @@ def test_speculators(base: MadeOutput, tmp_path: Path):
     assert not list((tmp_path / "x").glob("**/*.lock")) and not (tmp_path / "x/.hs_ray_tmp").exists()
 
 
+def test_a_sample_that_was_tried_again_is_itself_wherever_its_row_is(made: MadeOutput, tmp_path: Path):
+    """It is written last in its unit: row, file and states of it must still be those of one sample."""
+    rewrite(made, 0, lambda rows: [*rows[1:], rows[0]])
+    run(made, "speculators", tmp_path / "x")
+    import datasets
+
+    table = datasets.load_from_disk(str(tmp_path / "x"))
+    for row, index in enumerate([1, 2, 3, 0, *made.committed[4:]]):
+        tensors = load_file(tmp_path / f"x/hidden_states/hs_{row}.safetensors")
+        assert torch.equal(tensors["token_ids"], ids(made, index)) and torch.equal(
+            table[row]["input_ids"], ids(made, index)
+        )
+        assert torch.equal(tensors["hidden_states"][:, 0], aux(made, index)[0])
+
+
 def test_specforge(base: MadeOutput, tmp_path: Path):
     run(base, "specforge", tmp_path / "x", draft_vocab_size=100)
     files = sorted((tmp_path / "x").rglob("*.ckpt"))

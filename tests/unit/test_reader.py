@@ -1,5 +1,6 @@
 """hs_ray.reader on small outputs: values, order, sharding. Resuming and errors: test_reader_{resume,damage}.py."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from make_output import MadeOutput, make_output
+from make_output import MadeOutput, make_output, rewrite
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hs_ray import schema
@@ -56,6 +57,16 @@ def test_every_sample_bit_exact(made: MadeOutput):
     assert dataset[3]["sample_id"] == made.samples[3].sample_id
     with pytest.raises(IndexError):
         dataset[len(dataset)]
+
+
+def test_a_sample_that_was_tried_again_comes_last_of_its_unit(copy: Path, made: MadeOutput):
+    rewrite(dataclasses.replace(made, path=copy), 0, lambda rows: [*rows[1:], rows[0]])
+    order = [1, 2, 3, 0, *made.committed[4:]]
+    for number, (i, sample) in enumerate(zip(order, HiddenStatesDataset(str(copy)), strict=True)):
+        assert (number, sample["sample_id"], sample["line"]) == (number, f"id-{i}", made.samples[i].line)
+        assert np.array_equal(sample["input_ids"], made.samples[i].input_ids)
+        for name in made.spec.columns:
+            assert np.array_equal(bits(sample[name]), made.states[i][name])
 
 
 def test_split_zstd_bit_exact(tmp_path: Path):
