@@ -12,11 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hs_ray.errors import InputError
 from hs_ray.inputs.chat import ChatEncoder
 from hs_ray.inputs.records import Rejected
 from hs_ray.inputs.samples import SampleParser, TokenizeSettings, Tokens
-from hs_ray.inputs.sources import BOM, CHUNK_BYTES, MAX_LINE_BYTES, Chunk, open_binary, read_lines, unreadable
+from hs_ray.inputs.sources import (
+    BOM,
+    CHUNK_BYTES,
+    MAX_LINE_BYTES,
+    Chunk,
+    cannot_be_read,
+    open_binary,
+    read_lines,
+    unreadable,
+)
 from hs_ray.model import load_tokenizer, resolve_model
 
 SAMPLE, REJECT, BLANK = 0, 1, 2  # `kind`
@@ -36,7 +44,7 @@ MAX_MESSAGE = 500
 
 
 def read_chunk(chunk: Chunk, settings: TokenizeSettings) -> pa.Table:
-    """The lines of a chunk in order, schema LINES. Deterministic. Raises InputError if the file cannot be read."""
+    """The lines of a chunk in order, schema LINES. Deterministic. Raises as `read_lines`."""
     return pa.concat_tables(iter_chunk(chunk, settings))
 
 
@@ -90,7 +98,7 @@ def _records(chunk: Chunk, parser: SampleParser) -> Iterator[tuple[Item, int]]:
                         item = error
                     yield item, row_bytes
     except unreadable() as error:
-        raise InputError(f"input.path = {chunk.source.path}: cannot be read ({error}); check the file") from error
+        raise cannot_be_read(chunk.source.path, error) from error
 
 
 def _batches(file: Any, chunk: Chunk) -> Iterator[pa.RecordBatch]:

@@ -4,6 +4,7 @@ Lines are split on the byte `\\n` and nothing else: `str.splitlines` and text mo
 `\\r`, which are legal in JSON.
 """
 
+import errno
 import hashlib
 import os
 import posixpath
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from hs_ray.config import InputConfig
-from hs_ray.errors import InputError
+from hs_ray.errors import HsRayError, InputError, RunError
 from hs_ray.inputs.records import Rejected, parse_json, recognise
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -35,13 +36,40 @@ DEMO = Path(__file__).parent.parent / "demo"  # what `input.path=null` means
 BOM = b"\xef\xbb\xbf"
 
 
+# An OSError of these says something of the file or its address (Arrow's for damage have no number); any other is of a
+# disk or a store that is unwell.
+OF_THE_FILE = {
+    None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EINVAL, errno.ENOSYS, errno.EREMCHG,
+}  # fmt: skip
+
+
 def unreadable(*more: type[Exception]) -> tuple[type[Exception], ...]:
     """What opening and reading raise, and `more`. An S3 store that is not reached raises no OSError but botocore's own.
 
     That is imported by whoever uses a store: it takes a while, and a machine without stores need not have it.
     """
-    botocore = sys.modules.get("botocore.exceptions")
-    return (OSError, pa.ArrowInvalid, *([botocore.BotoCoreError] if botocore else []), *more)
+    botocore, aiohttp = sys.modules.get("botocore.exceptions"), sys.modules.get("aiohttp")
+    of_stores = [*([botocore.BotoCoreError] if botocore else []), *([aiohttp.ClientError] if aiohttp else [])]
+    return (OSError, pa.ArrowInvalid, *of_stores, *more)
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether a disk or a store is unwell, which passes; else the file is missing, damaged or not ours to read."""
+    if isinstance(error, OSError):
+        return isinstance(error, TimeoutError | ConnectionError) or error.errno not in OF_THE_FILE
+    if "botocore" not in sys.modules:
+        return False
+    from hs_ray.storage.s3_requests import is_transient
+
+    return is_transient(error)
+
+
+def cannot_be_read(path: str, error: Exception, advice: str = "check the file") -> HsRayError:
+    """What to raise: the user is told to mend a file only where something is wrong with it."""
+    if is_outage(error):
+        return RunError(f"input.path = {path}: cannot be read now ({error}); run the same command again")
+    return InputError(f"input.path = {path}: cannot be read ({error}); {advice}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +99,7 @@ class Chunk:
 def list_sources(config: InputConfig) -> list[Source]:
     """Every file of `input.path` with its format, sorted by `source`: the order they were given in does not matter.
 
-    Raises InputError if a path matches nothing or a file cannot be read.
+    Raises InputError if a path matches nothing or a file cannot be read, RunError where its disk or store is unwell.
     """
     path = config.path or str(DEMO)
     given = [path] if isinstance(path, str) else list(path)
@@ -102,15 +130,21 @@ def split_sources(sources: Sequence[Source], chunk_bytes: int = CHUNK_BYTES) -> 
 
 
 def content_digests(sources: Sequence[Source]) -> dict[str, str]:
-    """{source: digest of its content}: the ETag on S3, sha256 elsewhere (about a second a GB)."""
+    """{source: digest of its content}: the ETag on S3, sha256 elsewhere (about a second a GB).
+
+    Raises as `list_sources` does.
+    """
 
     def digest(source: Source) -> str:
-        fs, root = url_to_fs(source.path)
-        etag = fs.info(root).get("ETag")
-        if etag:
-            return f"etag:{etag.strip(chr(34))}:{source.size}"
-        with fs.open(root, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            fs, root = url_to_fs(source.path)
+            etag = fs.info(root).get("ETag")
+            if etag:
+                return f"etag:{etag.strip(chr(34))}:{source.size}"
+            with fs.open(root, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except unreadable() as error:
+            raise cannot_be_read(source.path, error) from error
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         return dict(zip((source.source for source in sources), pool.map(digest, sources), strict=True))
@@ -129,6 +163,8 @@ def _expand(path: str) -> dict[str, tuple[int, str]]:
             infos = {name: info for name, info in fs.glob(root, detail=True).items() if info["type"] == "file"}
             infos = {name: infos[name] for name in infos if hidden or not posixpath.basename(name).startswith(".")}
     except unreadable(ValueError, ImportError) as error:
+        if isinstance(error, OSError) and is_outage(error):  # one that never answered is more likely misspelt
+            raise cannot_be_read(path, error) from error
         raise InputError(
             f"input.path = {path}: cannot be listed ({type(error).__name__}: {error}); check it"
         ) from error
@@ -182,7 +218,7 @@ def _inspect(path: str, source: str, size: int, kind: str, wanted: str) -> Sourc
                     names = pa.ipc.open_stream(file).schema.names
             seen = recognise(names) or "auto" if wanted == "auto" else wanted
     except unreadable(UnicodeEncodeError) as error:
-        raise InputError(f"input.path = {path}: cannot be read ({error}); check the file, or leave it out") from error
+        raise cannot_be_read(path, error, "check the file, or leave it out") from error
     return Source(path, source, size, seen, kind, parts)
 
 
@@ -212,7 +248,7 @@ def open_binary(path: str) -> Any:
 
 
 def read_lines(chunk: Chunk) -> Iterator[bytes]:
-    """The lines of a chunk, without their `\\n`. Raises InputError for a damaged compressed file."""
+    """The lines of a chunk, without their `\\n`. InputError: a damaged compressed file; RunError: an outage."""
     codec = _codec(chunk.source.path)
     try:
         with open_binary(chunk.source.path) as file:
@@ -223,7 +259,7 @@ def read_lines(chunk: Chunk) -> Iterator[bytes]:
                 file.seek(max(chunk.start - 1, 0))
                 yield from _split(file, max(chunk.start - 1, 0), chunk.end, chunk.start > 0)
     except unreadable() as error:
-        raise InputError(f"input.path = {chunk.source.path}: cannot be read ({error}); check the file") from error
+        raise cannot_be_read(chunk.source.path, error) from error
 
 
 def _split(file: Any, offset: int, end: int | None, skip: bool) -> Iterator[bytes]:

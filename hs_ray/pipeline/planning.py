@@ -70,9 +70,9 @@ class _Readers:
 def read_tables(chunks: Sequence[Chunk], settings: TokenizeSettings, cpus: int) -> Generator[pa.Table]:
     """The tables of all chunks, in the chunks' order, whatever finishes first. Memory: a few tables a CPU.
 
-    Raises what a reader raised, an InputError for a damaged file. When it is closed the readers end, with all that
-    they were reading ahead: close it where its tables are not all taken (contextlib.closing), also for an exception,
-    whose traceback would keep it.
+    Raises what a reader raised, an InputError for a damaged file, a RunError in an outage. When it is closed the
+    readers end, with all that they were reading ahead: close it where its tables are not all taken
+    (contextlib.closing), also for an exception, whose traceback would keep it.
     """
     waiting: deque[tuple[Any, Any]] = deque()  # reader, its tables of one chunk
     left = deque(chunks)
@@ -93,7 +93,7 @@ def _get(reference: Any) -> pa.Table:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, HsRayError) else error) from None
+        raise (error.cause if isinstance(error.cause, HsRayError | OSError) else error) from None
 
 
 def while_held(tables: Iterator[pa.Table], lease: Lease) -> Iterator[pa.Table]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hs_ray.config import to_plain
 from hs_ray.errors import OutputError
-from hs_ray.inputs import Source
+from hs_ray.inputs import Source, is_outage
 from hs_ray.plan.build import PlanSummary
 from hs_ray.plan.files import UNITS_KEY, part_path
 from hs_ray.plan.resolved import ResolvedJob
@@ -23,12 +23,17 @@ IO_THREADS = 16
 
 
 def read_unit(storage: Storage, unit: int, units_per_file: int) -> list[Sample]:
-    """The samples of a unit, in input order. Raises OutputError if the plan's file is missing or damaged."""
+    """The samples of a unit, in input order. Raises OutputError if the plan's file is missing or damaged.
+
+    An outage stays the OSError that it is: the unit is worth another try, and nothing is to be restored.
+    """
     path = part_path(unit, units_per_file)
     try:
         with storage.open(path) as file:
             table = pq.ParquetFile(file).read_row_group(unit % units_per_file)
     except (OSError, ValueError, IndexError, RuntimeError) as error:  # Arrow's own errors are among these
+        if isinstance(error, OSError) and is_outage(error):
+            raise
         raise OutputError(
             f"output.path = {storage.root}: {path}, the plan of {unit_name(unit)}, cannot be read ({error}); "
             f"restore the file, or start a run in another folder"

@@ -247,9 +247,21 @@ def test_the_readers_end_with_the_planning_that_failed(job: ExtractJob, monkeypa
     monkeypatch.setattr(driver.planning, "read_tables", tables)
     monkeypatch.setattr(driver, "build_plan", fails)
     monkeypatch.setattr(driver.cluster, "disconnect", lambda: ended.append("ray"))
-    with pytest.raises(OSError, match="Input/output") as caught:
+    with pytest.raises(RunError, match="Input/output") as caught:
         driver.run(job)
     assert ended == ["readers", "ray"] and caught.tb is not None
+
+
+def test_an_outage_is_one_message(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1, and no traceback: where in our code a disk or a store failed helps nobody."""
+
+    def fails(storage: Any) -> None:
+        raise OSError(5, "s3://b/x: head_object: still failing after 600 s")
+
+    monkeypatch.setattr(driver.MarkerIndex, "replace", lambda self, markers: fails(self))
+    with pytest.raises(RunError, match=r"^the run failed: OSError: .*600 s; run the same command again") as caught:
+        driver.run(job)
+    assert caught.value.exit_code == 1 and caught.value.plain
 
 
 def test_the_engines_end_before_the_driver_goes(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:

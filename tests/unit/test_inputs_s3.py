@@ -13,7 +13,7 @@ import zstandard
 from s3 import Bucket
 
 from hs_ray.config import InputConfig
-from hs_ray.errors import InputError
+from hs_ray.errors import InputError, RunError
 from hs_ray.inputs import TokenizeSettings, content_digests, list_sources, read_chunk, split_sources
 from hs_ray.inputs.read import SAMPLE
 
@@ -90,7 +90,10 @@ def test_a_damaged_gzip(root: str, s3: Bucket) -> None:
 
 
 def test_a_store_that_is_not_reached(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start and, where it goes away, in the middle: one message, and no error of botocore's own."""
+    """At the start and, where it goes away, in the middle: one message, and no error of botocore's own.
+
+    What answered once is not misspelt: then nothing is to be changed, and the job may be tried again.
+    """
     [source] = list_sources(InputConfig(path=f"{root}/1.jsonl"))
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses between tries
@@ -99,5 +102,20 @@ def test_a_store_that_is_not_reached(root: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(InputError, match=r"input\.path = s3://.*1\.jsonl: cannot be listed \(EndpointConnection"):
             list_sources(InputConfig(path=f"{root}/1.jsonl"))
-        with pytest.raises(InputError, match=r"input\.path = s3://.*1\.jsonl: cannot be read \(Could not connect"):
-            read_chunk(split_sources([source])[0], SETTINGS)
+        for reads in (lambda: read_chunk(split_sources([source])[0], SETTINGS), lambda: content_digests([source])):
+            with pytest.raises(
+                RunError, match=r"input\.path = s3://.*1\.jsonl: cannot be read now \(Could not connect"
+            ):
+                reads()
+
+
+@pytest.mark.parametrize("request_", ["HEAD .*1\\.jsonl", "GET .*1\\.jsonl"])
+def test_a_store_that_is_unwell(root: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch, request_: str) -> None:
+    """It answers, with errors: also at the start nothing is wrong with the input."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses between tries
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    s3.fault(request_, "status", times=999)
+    with pytest.raises(
+        RunError, match=r"input\.path = s3://.*1\.jsonl: cannot be read now .*run the same command again"
+    ):
+        list_sources(InputConfig(path=f"{root}/1.jsonl"))

@@ -1,6 +1,8 @@
 """Which files are input, under which name, in which format; Parquet and saved datasets; damaged files."""
 
+import errno
 import gzip
+import io
 import json
 import os
 from pathlib import Path
@@ -13,8 +15,8 @@ import zstandard
 from test_inputs_lines import SETTINGS, T, outcomes, read, rejected, sample, t, write
 
 from hs_ray.config import InputConfig, InputFormat
-from hs_ray.errors import InputError
-from hs_ray.inputs import content_digests, list_sources, read_chunk, split_sources
+from hs_ray.errors import InputError, RunError
+from hs_ray.inputs import Chunk, Source, content_digests, list_sources, read_chunk, split_sources
 
 
 def names(*paths: str) -> list[str]:
@@ -147,6 +149,43 @@ def test_a_damaged_compressed_file_ends_the_job(tmp_path: Path, name: str) -> No
     for data in (DAMAGED[name][:-20], b"plain text", DAMAGED[name][:20] + b"\x00" * 8 + DAMAGED[name][28:]):
         with pytest.raises(InputError, match=r"cannot be read"):
             read(write(tmp_path, data, name))
+
+
+class Unwell(io.RawIOBase):
+    """An open file whose disk fails."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return 1000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_a_disk_that_is_unwell_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Exit code 1: the same command may do, and `submit` may try it."""
+    kind = name.split(".")[1] if name.endswith(("parquet", "arrow")) else "lines"
+    write(tmp_path, T, name)
+    source = Source(str(tmp_path / name), name, len(T), "tokens", kind)
+    for module in ("read", "sources"):
+        monkeypatch.setattr(f"hs_ray.inputs.{module}.open_binary", lambda path: Unwell())
+    with pytest.raises(RunError, match=rf"input\.path = .*{name}: cannot be read now .*run the same command again"):
+        read_chunk(Chunk(source, 0, 1), SETTINGS)
+
+
+def test_a_file_that_we_may_not_read_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("hs_ray.inputs.sources.open_binary", refuse)
+    with pytest.raises(InputError, match=r"cannot be read \(.*Permission denied\); check the file"):
+        names(write(tmp_path, T, "a.jsonl"))
 
 
 def test_digests_follow_the_content(tmp_path: Path) -> None:

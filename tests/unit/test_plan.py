@@ -1,6 +1,7 @@
 """Units, duplicates, counts, fingerprint, estimate; the same plan byte for byte whatever the chunks and the order."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from s3 import Bucket
 
 from hs_ray.config import Compression, ExtractJob, OnTooLong
 from hs_ray.errors import ConfigError, InputError, OutputError
 from hs_ray.inputs import iter_chunk, list_sources, split_sources
 from hs_ray.model import ModelInfo
+from hs_ray.pipeline.actor import UnitError
 from hs_ray.plan import (
     PlanSummary,
     ResolvedJob,
@@ -34,6 +37,7 @@ from hs_ray.plan import (
     write_run,
 )
 from hs_ray.plan.estimates import duration, size
+from hs_ray.plan.files import part_path
 from hs_ray.schema import MAX_CELL_BYTES, REJECTED, SAMPLES, CaptureSpec, Marker, marker_path
 from hs_ray.storage import Storage, open_storage
 
@@ -283,6 +287,38 @@ def test_a_missing_part_says_which(tmp_path: Path) -> None:
     storage.write(f"{SAMPLES}/part-00000.parquet", b"PAR1")
     with pytest.raises(OutputError, match=r"part-00000\.parquet, the plan of unit-000000, cannot be read"):
         read_unit(storage, 0, summary.units_per_file)
+    storage.remove(f"{SAMPLES}/part-00000.parquet")
+    with pytest.raises(OutputError, match=r"No such file or directory.*restore the file"):
+        read_unit(storage, 0, summary.units_per_file)
+
+
+def test_a_disk_that_is_unwell_is_no_missing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is to be restored: the actor tries the unit again."""
+    write(tmp_path, [tokens("a", 3)])
+    storage, summary = build(job(tmp_path))
+
+    def fails(path: str) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(storage, "open", fails)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_unit(storage, 0, summary.units_per_file)
+    assert str(UnitError(caught.value)).startswith(UnitError.TRANSIENT)
+
+
+@pytest.mark.integration
+def test_nor_is_a_store(tmp_path: Path, s3: Bucket) -> None:
+    """Whether it fails when the file is opened, or while Arrow reads in it."""
+    write(tmp_path, [tokens("a", 3)])
+    built, summary = build(job(tmp_path))
+    storage = s3.storage(retry_seconds=0.2)
+    storage.write(part_path(0), built.read_bytes(part_path(0)))
+    for request in ("HEAD", "GET"):
+        s3.fault(request, "status", times=999)
+        with pytest.raises(OSError, match=r"still failing after"):
+            read_unit(storage, 0, summary.units_per_file)
+        s3.faults.clear()
+    assert read_unit(storage, 0, summary.units_per_file)[0].sample_id == "a"
 
 
 @pytest.fixture
