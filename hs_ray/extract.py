@@ -51,8 +51,8 @@ def extract_unit(
     except BaseException:
         _abandon(engine, submitted)
         raise
-    # Alone: nothing else of this unit is in the engine any more. Their rows come last in the shard, which verify allows:
-    # a row in its planned place would keep all later samples waiting in the ring.
+    # Alone: nothing else of this unit is in the engine any more. Their rows come last in the shard, which verify
+    # allows: a row in its planned place would keep all later samples waiting in the ring.
     for sample, _ in again:
         fault = _write(engine, writer, sample, engine.submit(sample.input_ids))
         if fault is not None:

@@ -25,9 +25,9 @@ from hs_ray.export.modelopt import ModelOptExporter
 from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
-from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm, open_output
+from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
 from hs_ray.schema import RUN_JSON, SHARDS
-from hs_ray.storage import Storage, open_storage
+from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
 
 NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
@@ -50,10 +50,11 @@ class UnitResult:
 
 @dataclass(frozen=True)
 class _Task:
-    storage: Storage  # not opened anew by a worker: it has the patience for a store that has answered
+    """One shard. `dataset` is one for all tasks: to open an output takes a listing, or the reading of all markers."""
+
+    dataset: HiddenStatesDataset  # not opened anew by a worker: it has the patience for a store that has answered
     folder: str
     exporter: Exporter
-    incomplete: bool
     index: int  # of the shard
     first: int  # number of its first sample
 
@@ -76,7 +77,9 @@ def export(
     """
     storage = open_storage(path, storage_options)
     read_run(storage)
-    output = open_output(storage, incomplete)
+    # A window of 1: shards are read one after the other, and an open one has its whole footer in memory.
+    dataset = HiddenStatesDataset(storage, window=1, incomplete=incomplete, rank=0, world_size=1)
+    output = dataset.output
     if output.elsewhere:
         raise OutputError(
             f"output.path = {path}: {sum(output.elsewhere.values()):,} shards are on other nodes' own disks "
@@ -90,7 +93,7 @@ def export(
     note = _note(exporter, output)
     folder = _prepare(Path(target), exporter, output, note, draft_vocab_size, log)
     firsts = np.cumsum([0] + [shard.samples for shard in output.shards]).tolist()
-    tasks = [_Task(storage, str(folder), exporter, incomplete, i, firsts[i]) for i in range(len(output.shards))]
+    tasks = [_Task(dataset, str(folder), exporter, i, firsts[i]) for i in range(len(output.shards))]
     totals = _run(tasks, workers, output, exporter, log)
     if draft_vocab_size is not None:
         _check_learnt(totals, draft_vocab_size)
@@ -231,10 +234,11 @@ def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
     if workers <= 1 or len(tasks) <= 1:
         yield from map(export_unit, tasks)
         return
-    # Not forked: torch's threads and connections to S3 do not survive a fork.
+    # Not forked: torch's threads and connections to S3 do not survive a fork. The tasks are handed over once, since all
+    # of them have the one dataset, which knows every shard.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), context, torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(export_unit, task) for task in tasks]
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker, (tasks,)) as pool:
+        futures = [pool.submit(_export_in_worker, number) for number in range(len(tasks))]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -243,12 +247,21 @@ def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
             raise
 
 
+_tasks: list[_Task] = []  # of a worker process
+
+
+def _begin_worker(tasks: list[_Task]) -> None:
+    torch.set_num_threads(1)
+    _tasks[:] = tasks
+
+
+def _export_in_worker(number: int) -> UnitResult:
+    return export_unit(_tasks[number])
+
+
 def export_unit(task: _Task) -> UnitResult:
     """All samples of one shard; those whose file is there are only counted."""
-    exporter, folder = task.exporter, Path(task.folder)
-    dataset = HiddenStatesDataset(
-        task.storage, columns=exporter.columns, incomplete=task.incomplete, rank=0, world_size=1
-    )
+    dataset, exporter, folder = task.dataset, task.exporter, Path(task.folder)
     shard = dataset.output.shards[task.index]
     norm = load_final_norm(dataset.output.storage) if exporter.needs_norm else None
     heads, written, size = [], 0, 0
@@ -257,7 +270,7 @@ def export_unit(task: _Task) -> UnitResult:
         heads.append(head | {"number": number})
         name = exporter.file_name(number, shard.unit, head["sample_id"])
         if not (folder / name).exists():
-            record = exporter.record(number, dataset.read(number), norm)
+            record = exporter.record(number, dataset.read(number, exporter.columns), norm)
             write_whole(folder, name, lambda path, record=record: exporter.save(record, path))
             written, size = written + 1, size + (folder / name).stat().st_size
     exporter.finish_unit(folder, shard.unit, heads)

@@ -57,10 +57,10 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     each chosen state column (bfloat16 [S, H]). Split samples are joined, `split_zstd` is undone.
 
     Iterating is sharded over ranks and DataLoader workers, shuffled if asked, and can be resumed in mid-epoch.
-    `dataset[i]` and `len(dataset)` see this rank's share, in the order of the shards: units in the order of the input, and
-    so the samples of each, but one that failed once and was right the second time comes after the others of its unit.
-    `map_style()` has every sample, for samplers. Behind a DataLoader worker the tensors of a sample or batch are views of
-    one storage: clone() one of them before saving it alone.
+    `dataset[i]` and `len(dataset)` see this rank's share, in the order of the shards: that of the input, but a sample
+    that failed once and was right the second time comes after the others of its unit. `map_style()` has every sample,
+    for samplers. Behind a DataLoader worker the tensors of a sample or batch are views of one storage: clone() one of
+    them before saving it alone.
 
     columns: state columns to read, None for all; what is not asked for is not read.
     shuffle: the order of an epoch is a function of seed and epoch alone: shards are shuffled, then the samples within

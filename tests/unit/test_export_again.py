@@ -30,6 +30,8 @@ from hs_ray import schema
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.export import EXPORTERS, NOTE, export
 from hs_ray.export.common import TMP, vocab_mapping
+from hs_ray.reader import Output, open_output
+from hs_ray.storage import Storage
 
 Rows = list[dict[str, Any]]
 
@@ -92,6 +94,36 @@ def test_more_units_are_another_export(made: MadeOutput, tmp_path: Path):
     (made.path / schema.marker_path(2)).write_text(kept)
     with pytest.raises(OutputError, match="was extracted anew or has grown"):
         run(made, "speculators", tmp_path / "x", incomplete=True)
+
+
+def test_an_output_is_opened_once(made: MadeOutput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Opening takes a listing, or all markers: once for each shard would be quadratic."""
+    opened: list[str] = []
+
+    def counting(storage: Storage, *arguments: Any) -> Output:
+        opened.append(storage.root)
+        return open_output(storage, *arguments)
+
+    for module in ("reader", "export"):
+        monkeypatch.setattr(f"hs_ray.{module}.open_output", counting, raising=False)
+    assert run(made, "specforge", tmp_path / "x")["complete"]
+    assert opened == [str(made.path)]
+
+
+def test_workers_export_what_was_opened(made: MadeOutput, tmp_path: Path):
+    """A unit that is committed meanwhile would move all later shards up by one."""
+    (made.path / schema.MANIFEST).unlink()
+    marker = made.path / schema.marker_path(0)
+    kept = marker.read_text()
+    marker.unlink()
+
+    def commit(line: str) -> None:  # the first line is said before a worker begins
+        marker.write_text(kept)
+
+    export(str(made.path), "specforge", str(tmp_path / "x"), workers=2, incomplete=True, log=commit)
+    samples = [torch.load(path)["input_ids"].tolist() for path in (tmp_path / "x").rglob("*.ckpt")]
+    expected = [made.samples[i].input_ids.tolist() for i in made.committed if made.unit_of[i] > 0]
+    assert sorted(samples) == sorted(expected)
 
 
 def test_the_markers_of_a_complete_run_are_not_read(made: MadeOutput, tmp_path: Path):
