@@ -22,7 +22,7 @@ from hs_ray.engine.options import EngineOptions
 from hs_ray.errors import RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
-from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted
+from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted, read_markers
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
 from hs_ray.pipeline.actor import ActorJob
@@ -41,9 +41,11 @@ from hs_ray.plan import (
     estimate,
     fingerprint,
     format_estimate,
+    load_run,
     load_summary,
     measured_rate,
     supersede,
+    without_weights,
     write_run,
 )
 from hs_ray.report import write_report
@@ -100,8 +102,7 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
     clean_leftovers(storage, lease.epoch, markers)
     if run is not None:
         plan = load_summary(run)
-        say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
-        _say_kept(run, job)
+        _say_resuming(run, job, plan, markers)
         if not storage.exists(FINAL_NORM):
             when_there_is_room(lambda: _write_final_norm(storage, flight.resolved), on_wait)
     else:
@@ -129,8 +130,9 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
     return _finish(storage, run, markers, on_wait)
 
 
-def _say_kept(run: dict[str, Any], job: ExtractJob) -> None:
+def _say_resuming(run: dict[str, Any], job: ExtractJob, plan: PlanSummary, markers: dict[int, Marker]) -> None:
     """A plan stays as it was made."""
+    say(f"resuming: {len(markers):,} of {plan.units:,} units are committed and are not done again")
     made, given = run["config"]["output"]["shard_bytes"], job.output.shard_bytes
     if made != given:
         say(f"output.shard_bytes = {given}: the plan that was made with {made} is kept")
@@ -268,14 +270,22 @@ def _report(storage: Storage, markers: dict[int, Marker]) -> None:
 
 def _dry_run(flight: Preflight) -> int:
     """The estimate; nothing is written anywhere."""
-    job = flight.resolved.job
-    existing_run(flight, fingerprint(flight.resolved, flight.sources, flight.versions))  # refuses what a run would
-    plan = _plan(flight, None, None)
-    numbers = estimate(flight.resolved, plan, flight.storage, job.cluster.tokens_per_second)
+    job, storage = flight.resolved.job, flight.storage
+    key = fingerprint(flight.resolved, flight.sources, flight.versions)
+    run = existing_run(flight, without_weights(key, flight.resolved.model, load_run(storage)))  # refuses as a run would
+    markers = {} if run is None else read_markers(storage, run["fingerprint"])
+    plan = _plan(flight, None, None) if run is None else load_summary(run)
+    if run is not None:
+        _say_resuming(run, job, plan, markers)
+    rate = job.cluster.tokens_per_second or measured_rate(storage, markers)
+    done_tokens = sum(marker.tokens for marker in markers.values())
+    numbers = estimate(flight.resolved, plan, storage, rate, done_tokens=done_tokens)
     print(format_estimate(numbers), flush=True)
     cluster.disconnect()
-    check_rejected(plan, job.input.max_rejected)
-    check_fits(numbers)
+    if run is None:
+        check_rejected(plan, job.input.max_rejected)
+    if len(markers) < plan.units:
+        check_fits(numbers, sum(marker.bytes for marker in markers.values()))
     return 0
 
 

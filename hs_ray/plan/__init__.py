@@ -8,7 +8,7 @@
 
 from hs_ray.plan.build import PlanSummary, build_plan
 from hs_ray.plan.estimates import check_fits, check_rejected, estimate, format_estimate, measured_rate
-from hs_ray.plan.resolved import ResolvedJob, collecting, differing_keys, fingerprint, resolve
+from hs_ray.plan.resolved import ResolvedJob, collecting, differing_keys, fingerprint, resolve, without_weights
 from hs_ray.plan.store import load_run, load_summary, read_unit, supersede, unit_counts, write_run
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "resolve",
     "supersede",
     "unit_counts",
+    "without_weights",
     "write_run",
 ]

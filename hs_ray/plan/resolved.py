@@ -4,7 +4,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hs_ray.config import ExtractJob, OnTooLong, check, to_plain
 from hs_ray.errors import ConfigError, UserError
@@ -30,6 +31,9 @@ NEUTRAL_ENGINE_ARGS = frozenset(
         "model_loader_extra_config",
     ]
 )
+
+
+OF_THE_PLACE = ("name", "path", "tokenizer_path", "digest")  # of a ModelInfo: one model may differ in these
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,22 @@ def fingerprint(
         key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in parts.items()
     }
     return _digest(texts), texts
+
+
+def without_weights(
+    key: tuple[str, dict[str, str]], model: ModelInfo, run: Mapping[str, Any] | None
+) -> tuple[str, dict[str, str]]:
+    """The fingerprint of a dry run, which has not seen the weights, as it compares with an earlier start's run.json.
+
+    Their digest is taken from there, unless something that the dry run does know says that it is another model.
+    """
+    there = (run or {}).get("fingerprint_parts", {}).get("model.path")
+    known = asdict(model).items()
+    then = (run or {}).get("model", {})
+    if there is None or any(then.get(name, now) != now for name, now in known if name not in OF_THE_PLACE):
+        return key
+    parts = key[1] | {"model.path": there}
+    return _digest(parts), parts
 
 
 def differing_keys(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

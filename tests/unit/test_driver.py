@@ -17,7 +17,7 @@ from hs_ray.pipeline import driver
 from hs_ray.pipeline.cluster import Cluster
 from hs_ray.reader import load_final_norm
 from hs_ray.schema import FINAL_NORM, MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
-from hs_ray.storage import open_storage
+from hs_ray.storage import LocalStorage, open_storage
 
 COUNTED: list[tuple[str, int]] = []  # (engine, lines) that went into hs_rejected_total
 
@@ -215,12 +215,66 @@ def test_a_resume_makes_a_lost_norm_again(job: ExtractJob, capsys: pytest.Captur
     assert "output.shard_bytes = 1MB: the plan that was made with 1GiB is kept" in capsys.readouterr().out
 
 
-def test_a_dry_run_refuses_what_a_run_would(job: ExtractJob) -> None:
+def commit(job: ExtractJob, unit: int, size: int = 1000) -> None:
+    """A shard of so many bytes and its marker, of four tokens."""
+    run, storage = run_json(job), open_storage(str(job.output.path))
+    shard = f"{SHARDS}/unit-{unit:06d}-0001-aa.parquet"
+    storage.write(shard, bytes(size))
+    marker = Marker(unit, "0001-aa", 1, run["fingerprint"], shard, size, "", samples=1, rows=1, tokens=4)
+    storage.write(marker_path(unit), marker.to_json().encode())
+
+
+def test_a_dry_run_refuses_what_a_run_would(job: ExtractJob, tiny_llama: Path) -> None:
+    """Naming the keys that differ, and no other: it has not read the weights, and has no digest of them."""
     start(job)
-    open_storage(str(job.output.path)).write(marker_path(0), b"{}")
+    commit(job, 0)
+    model, layers = job.model.path, job.layers
     job.layers, job.dry_run = [1], True
-    with pytest.raises(OutputError, match="made by another configuration"):
+    with pytest.raises(OutputError, match=r"made by another configuration.*differs:\n  layers = \[1\] \(was [^\n]*$"):
         driver.run(job)
+    job.layers, job.model.path = layers, str(tiny_llama)  # of another width
+    with pytest.raises(OutputError, match=r"made by another configuration.*\n  model\.path = "):
+        driver.run(job)
+    job.model.path, job.output.on_existing = model, OnExisting.fail
+    with pytest.raises(OutputError, match=r"output\.on_existing = fail"):
+        driver.run(job)
+
+
+def test_a_dry_run_of_a_half_done_run_tells_what_is_left(job: ExtractJob, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output.shard_bytes = "5kB"
+    start(job)
+    commit(job, 0)
+    commit(job, 1)
+    files = sorted(Path(str(job.output.path)).rglob("*"))
+    capsys.readouterr()
+    job.dry_run, job.cluster.tokens_per_second = True, 19.0
+    assert driver.run(job) == 0
+    said = capsys.readouterr().out
+    units = run_json(job)["plan"]["units"]
+    assert f"resuming: 2 of {units} units are committed" in said and units > 2
+    assert "time       1 s at 19 tokens/s" in said, "19 of 27 tokens are left"
+    assert "planning:" not in said, "the plan is there"
+    assert sorted(Path(str(job.output.path)).rglob("*")) == files, "nothing is written"
+
+
+def test_a_dry_run_counts_what_is_there_as_room(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that fills half a disk fits onto it: its first half is there already."""
+    job.output.shard_bytes = "5kB"
+    start(job)
+    job.dry_run = True
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 20_000)
+    with pytest.raises(OutputError, match="are free"):
+        driver.run(job)
+    commit(job, 0, 20_000)  # of 34,000
+    assert driver.run(job) == 0
+
+
+def test_a_dry_run_of_a_complete_run_needs_no_room(job: ExtractJob) -> None:
+    start(job)
+    for unit in range(run_json(job)["plan"]["units"]):
+        commit(job, unit)
+    job.dry_run, job.output.min_free_bytes = True, "900TB"
+    assert driver.run(job) == 0
 
 
 def test_rejected_lines_are_counted_once(job: ExtractJob) -> None:
