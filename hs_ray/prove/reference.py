@@ -1,4 +1,4 @@
-"""The states of a transformers model at our layer ids: what every proof compares with.
+"""The states of a transformers model at our layer ids: what every proof compares with, and `verify.reference=hf`.
 
 S tokens of a prompt, H hidden_size.
 """
@@ -20,15 +20,16 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "
 def load_model(folder: Path, dtype: Any, device: str, trust_remote_code: bool = False) -> Any:
     """The folder's model with its language head, or the multimodal wrapper; in eval mode.
 
-    dtype: a torch dtype. Raises ConfigError where transformers cannot load it.
+    dtype: a torch dtype; device: "auto" spreads it over all GPUs. Raises ConfigError where transformers cannot load it.
     """
     import transformers
 
+    placement = {"device_map": "auto"} if device == "auto" else {}
     error: Exception | None = None
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         try:
-            model = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-            return model.to(device).eval()
+            model = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **placement)
+            return (model if placement else model.to(device)).eval()
         except (OSError, ValueError, ImportError, KeyError) as reason:
             error = error or reason
     raise ConfigError(f"{folder}: transformers cannot load it ({error})") from error
@@ -54,7 +55,8 @@ def _child(module: Any, names: Sequence[str]) -> Any:
 
 
 class Reference:
-    """Hooks on the layers and the final norm of a loaded model."""
+    """Hooks on the layers and the final norm of a loaded model. Raises ConfigError if it is another than the spec's,
+    UnsupportedError if its decoder has no layers or no final norm that we can find."""
 
     def __init__(self, model: Any, spec: CaptureSpec):
         self._decoder, layers, norm = decoder_parts(model)
@@ -75,12 +77,14 @@ class Reference:
         return hook
 
     def _keep(self, name: str, state: Any) -> None:
-        self._caught[name] = state.detach().reshape(-1, state.shape[-1]).float().cpu().numpy().copy()
+        if name in self._columns:  # copied: layers add in place
+            self._caught[name] = state.detach().reshape(-1, state.shape[-1]).to("cpu", copy=True).float().numpy()
 
-    def states(self, input_ids: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.float32]]:
-        """int32 [S] -> float32 [S, H] by column of the spec."""
+    def states(self, input_ids: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[np.float32]]:
+        """int [S] -> float32 [S, H] by column of the spec."""
         import torch
 
+        self._caught = {}
         device = next(self._decoder.parameters()).device
         with torch.no_grad():
             self._decoder(input_ids=torch.from_numpy(input_ids.astype(np.int64))[None].to(device), use_cache=False)

@@ -15,16 +15,17 @@ The final norm's file, which turns pre-norm states into post-norm ones, is compa
 pre-norm states it must give the reference's post-norm ones.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hs_ray.errors import ConfigError, UnsupportedError
+from hs_ray.errors import ConfigError
 from hs_ray.model import model_digest
+from hs_ray.prove.reference import Reference, load_model
 from hs_ray.reader import HiddenStatesDataset
 from hs_ray.schema import FINAL_NORM, CaptureSpec
 from hs_ray.verify.argmax import model_folder
@@ -35,8 +36,6 @@ FACTOR = 1.5  # design target, over all compared tokens
 FLOOR = 0.004  # half a unit in the last place of bf16: errors below are storage
 SAMPLE_FACTOR, TOKEN_FACTOR, ELEMENT_FACTOR = 3.0, 4.0, 3.0
 TOKEN_FLOOR, ELEMENT_FLOOR = 0.02, 0.05
-NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-LAYER_NAMES = ("layers", "h", "blocks")
 
 
 @dataclass
@@ -76,64 +75,6 @@ class Errors:
         return float((self.token_squares / max(self.tokens, 1)) ** 0.5)
 
 
-class TransformersReference:
-    """The states of a transformers model at our layer ids, by hooks on its layers and its final norm.
-
-    Raises ConfigError if the folder cannot be loaded or is another model, UnsupportedError if its decoder has no layers
-    or no final norm that we can find.
-    """
-
-    def __init__(self, path: str, spec: CaptureSpec, dtype: torch.dtype, device: str, trust_remote_code: bool):
-        from transformers import AutoModelForCausalLM
-
-        try:
-            placement = {"device_map": "auto"} if device == "cuda" else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code, **placement
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(
-                f"model_path = {path}: transformers cannot load it ({error}); give the model's folder with model_path="
-            ) from error
-        self._decoder = model.eval().get_decoder()
-        layers = _child(self._decoder, LAYER_NAMES)
-        norm = _child(self._decoder, NORM_NAMES)
-        if layers is None or norm is None:
-            raise UnsupportedError(
-                f"{type(self._decoder).__name__}: none of {LAYER_NAMES} or none of {NORM_NAMES} in it, no reference yet"
-            )
-        if len(layers) != spec.num_hidden_layers:
-            raise ConfigError(
-                f"model_path = {path}: {len(layers)} decoder layers, the output was made with {spec.num_hidden_layers}"
-            )
-        self._caught: dict[str, torch.Tensor] = {}
-        for i in spec.layers:
-            module = layers[i] if i < spec.num_hidden_layers else norm
-            module.register_forward_pre_hook(self._catch_input(f"hidden_{i}"), with_kwargs=True)
-        norm.register_forward_pre_hook(self._catch_input("final_pre_norm"), with_kwargs=True)
-        norm.register_forward_hook(lambda module, args, output: self._keep("final_post_norm", output))
-
-    def _catch_input(self, name: str) -> Any:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(name, args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
-    def _keep(self, name: str, state: torch.Tensor) -> None:
-        self._caught[name] = state.detach().reshape(-1, state.shape[-1]).float().cpu()  # copied: layers add in place
-
-    @torch.no_grad()
-    def states(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """int64 [S] -> float32 [S, H] on the CPU, by column."""
-        self._caught = {}
-        self._decoder(input_ids=input_ids[None].to(self._decoder.device), use_cache=False)
-        return self._caught
-
-
-def _child(module: torch.nn.Module, names: Sequence[str]) -> Any:
-    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
-
-
 def verify_reference(
     path: str,
     *,
@@ -155,8 +96,7 @@ def verify_reference(
     same_files = _same_files(where, run["model"], model_path is not None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     trust = bool(run["config"]["model"].get("trust_remote_code", False))
-    truth = TransformersReference(where, spec, torch.float32, device, trust)
-    rounded = TransformersReference(where, spec, torch.bfloat16, device, trust)
+    truth, rounded = (_reference(where, spec, dtype, device, trust) for dtype in (torch.float32, torch.bfloat16))
 
     chosen = np.sort(np.random.default_rng(seed).permutation(dataset.num_samples)[:samples]).tolist()
     report = ReferenceReport()
@@ -166,7 +106,7 @@ def verify_reference(
     for number in chosen:
         sample = dataset.read(number)
         names.append((sample["sample_id"], dataset.shard_of(number).path))
-        fp32, bf16 = truth.states(sample["input_ids"]), rounded.states(sample["input_ids"])
+        fp32, bf16 = (_states(reference, sample["input_ids"]) for reference in (truth, rounded))
         for name, (ours, theirs) in errors.items():
             ours.add(sample[name].float(), fp32[name])
             theirs.add(bf16[name], fp32[name])
@@ -190,6 +130,24 @@ def verify_reference(
         )
     _judge_norm(report, of_norm)
     return report
+
+
+def _reference(where: str, spec: CaptureSpec, dtype: torch.dtype, device: str, trust_remote_code: bool) -> Reference:
+    """Of the output's layers and of both final states, between which the final norm is. Raises ConfigError if the
+    folder cannot be loaded or holds another model, UnsupportedError if we do not find our way in it."""
+    try:
+        model = load_model(Path(where), dtype, "auto" if device == "cuda" else device, trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"model_path = {error}; give the model's folder with model_path=") from error
+    try:
+        return Reference(model, replace(spec, final="both"))
+    except ConfigError as error:
+        raise ConfigError(f"model_path = {where}: {error}, with which the output was made") from error
+
+
+def _states(reference: Reference, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """int64 [S] -> float32 [S, H] on the CPU, by column."""
+    return {name: torch.from_numpy(state) for name, state in reference.states(input_ids.numpy()).items()}
 
 
 def _same_files(where: str, model: Mapping[str, Any], chosen: bool) -> bool:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_output import MadeOutput
+from make_output import MadeOutput, make_model
 
 from hs_ray import schema
-from hs_ray.errors import ConfigError
+from hs_ray.errors import ConfigError, UnsupportedError
+from hs_ray.prove.reference import decoder_parts
 from hs_ray.verify import verify_reference
 from hs_ray.verify.reference import Errors, _judge
 from hs_ray.verify.report import ReferenceReport
@@ -32,6 +33,45 @@ def test_reference_wants_the_model_of_the_run(made: MadeOutput, tmp_path: Path):
     run.write_text(run.read_text().replace(str(made.model), str(other)))
     with pytest.raises(ConfigError, match="no longer those that the output was made with"):
         verify_reference(str(made.path))
+
+
+def test_reference_of_a_wrapper_with_pictures(made: MadeOutput, tmp_path: Path):
+    """To transformers its class is no causal language model."""
+    from transformers import AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+    inside = AutoModelForCausalLM.from_pretrained(made.model, dtype=torch.bfloat16)
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 8, **tower}
+    wrapper = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=inside.config.to_dict())).to(
+        torch.bfloat16
+    )
+    wrapper.model.language_model.load_state_dict(inside.model.state_dict())
+    wrapper.save_pretrained(tmp_path / "wrapper")
+    report = verify_reference(str(made.path), samples=3, model_path=str(tmp_path / "wrapper"))
+    assert report.problems == [] and report.counts["samples_compared"] == 3
+
+
+def test_a_decoder_that_holds_another():
+    """Llama 4 calls its whole model the decoder; the final norm has one more name."""
+    inner, outer = torch.nn.Module(), torch.nn.Module()
+    inner.layers, inner.norm_f, outer.model = torch.nn.ModuleList(), torch.nn.Identity(), inner
+    outer.get_decoder = lambda: outer
+    assert decoder_parts(outer) == (inner, inner.layers, inner.norm_f)
+    del inner.norm_f
+    with pytest.raises(UnsupportedError, match="no reference to compare with"):
+        decoder_parts(outer)
+
+
+def test_what_transformers_cannot_use_is_one_message(made: MadeOutput, tmp_path: Path):
+    folder = Path(shutil.copytree(made.model, tmp_path / "odd"))
+    (folder / "config.json").write_text('{"model_type": "nothing_known"}')
+    with pytest.raises(
+        ConfigError, match=r"^model_path = \S+odd: transformers cannot load it \((.|\n)*with model_path=$"
+    ):
+        verify_reference(str(made.path), model_path=str(folder))
+    shallow = make_model(tmp_path / "shallow", layers=6)
+    with pytest.raises(ConfigError, match=r"model_path = \S+shallow: transformers' model has 6 decoder layers, not 8"):
+        verify_reference(str(made.path), model_path=str(shallow))
 
 
 # ---- the limits: errors as they were seen, made by hand. S tokens, H = 64, 8 samples ----
