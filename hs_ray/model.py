@@ -229,13 +229,32 @@ def chat_template(config: ModelConfig) -> str | None:
 
 def tokenizer_digest(info: ModelInfo, config: ModelConfig) -> str:
     """sha256 over the tokenizer's files and, where one is given, the chat template that replaces its own."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(info.tokenizer_path).iterdir()):
-        if path.is_file() and (path.name.startswith(TOKENIZER_FILES) or path.suffix in (".model", ".tiktoken")):
-            digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
+    digest = _files_digest(_tokenizer_files(info))
     digest.update(b"\0template\0" + (chat_template(config) or "").encode())
     return digest.hexdigest()
+
+
+def tokenizer_files_digest(info: ModelInfo) -> str:
+    """sha256 over those of the tokenizer's files that every node has: of a hub's, one node may hold more than is
+    fetched here."""
+    shared = [file for file in _tokenizer_files(info) if any(file.match(pattern) for pattern in METADATA_PATTERNS)]
+    return _files_digest(shared).hexdigest()
+
+
+def _tokenizer_files(info: ModelInfo) -> list[Path]:
+    return [
+        path
+        for path in sorted(Path(info.tokenizer_path).iterdir())
+        if path.is_file() and (path.name.startswith(TOKENIZER_FILES) or path.suffix in (".model", ".tiktoken"))
+    ]
+
+
+def _files_digest(files: list[Path]) -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest
 
 
 def final_norm(info: ModelInfo) -> tuple["torch.Tensor", float, str]:

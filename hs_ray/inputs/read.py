@@ -4,6 +4,7 @@ That every line has its row is what makes the count of the plan add up: lines = 
 """
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hs_ray.errors import ConfigError
 from hs_ray.inputs.chat import ChatEncoder
 from hs_ray.inputs.records import Rejected
 from hs_ray.inputs.samples import SampleParser, TokenizeSettings, Tokens
@@ -25,7 +27,7 @@ from hs_ray.inputs.sources import (
     read_lines,
     unreadable,
 )
-from hs_ray.model import load_tokenizer, resolve_model
+from hs_ray.model import ModelInfo, load_tokenizer, resolve_model, tokenizer_files_digest
 
 SAMPLE, REJECT, BLANK = 0, 1, 2  # `kind`
 LINES = pa.schema(
@@ -175,11 +177,24 @@ _encoders: dict[str, ChatEncoder] = {}  # of this process: chunk after chunk nee
 
 
 def _encoder(settings: TokenizeSettings) -> ChatEncoder:
-    key = json.dumps([astuple(settings.model), settings.template])
+    key = json.dumps([astuple(settings.model), settings.template, settings.tokenizer_digest])
     if key not in _encoders:
         info = resolve_model(settings.model, weights=False)
+        _check_tokenizer(info, settings)
         tokenizer = load_tokenizer(info, replace(settings.model, chat_template=None))
         if settings.template is not None:
             tokenizer.chat_template = settings.template
         _encoders[key] = ChatEncoder(tokenizer)
     return _encoders[key]
+
+
+def _check_tokenizer(info: ModelInfo, settings: TokenizeSettings) -> None:
+    """Raises ConfigError where this node's copy is another: its ids and masks would look like any others."""
+    if settings.tokenizer_digest in (None, tokenizer_files_digest(info)):
+        return
+    model = settings.model
+    what = f"model.tokenizer = {model.tokenizer}" if model.tokenizer else f"model.path = {model.path}"
+    raise ConfigError(
+        f"{what}: the tokenizer in {info.tokenizer_path} on node {socket.gethostname()} differs from the driver's; "
+        "give that node the same files (a hub's: remove that node's cached copy)"
+    )

@@ -26,6 +26,7 @@ class TokenizeSettings:
     limit: int | None = None  # lines of any one chunk that are needed at most
     model: ModelConfig = field(default_factory=ModelConfig)  # whose tokenizer
     template: str | None = None  # the text of model.chat_template: the file may not be on every node
+    tokenizer_digest: str | None = None  # of the driver's copy, which a reader's must be like; None: whichever is there
 
 
 @dataclass

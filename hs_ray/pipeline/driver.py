@@ -44,12 +44,13 @@ from hs_ray.plan import (
     load_run,
     load_summary,
     measured_rate,
+    resolve,
     supersede,
     without_weights,
     write_run,
 )
 from hs_ray.report import write_report
-from hs_ray.schema import FINAL_NORM, MANIFEST, Marker, shard_metadata
+from hs_ray.schema import DONE, FINAL_NORM, MANIFEST, Marker, shard_metadata
 from hs_ray.storage import OnWait, Storage, when_there_is_room
 from hs_ray.weights import norm_digest
 
@@ -73,8 +74,9 @@ def _start(job: ExtractJob) -> int:
     if job.model.trust_remote_code:
         say("model.trust_remote_code = true: code that comes with the model runs on every node")
     if job.dry_run:
-        return _dry_run(flight)
+        return _dry_run(_at_its_commit(flight))
     flight.storage.check_writable()  # first: a wrong address is told in seconds, and the fingerprint reads the input
+    flight = _at_its_commit(flight)
     key = fingerprint(flight.resolved, flight.sources, flight.versions)
     existing_run(flight, key)  # refuses before there is a lease: a driver that holds one loses it to no mistake
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
@@ -88,6 +90,18 @@ def _start(job: ExtractJob) -> int:
     finally:
         cluster.disconnect()
         lease.release()
+
+
+def _at_its_commit(flight: Preflight) -> Preflight:
+    """A hub model without `model.revision`: what was begun goes on with its commit, whatever was pushed since."""
+    job, model, run = flight.resolved.job, flight.resolved.model, load_run(flight.storage)
+    if run is None or job.model.revision is not None or run.get("model", {}).get("name") != model.name:
+        return flight
+    commit = run["model"].get("revision")
+    if commit in (None, model.revision) or not flight.storage.list(DONE):  # nothing of it: the newest will do
+        return flight
+    say(f"{model.name}: going on with the commit {commit}, which this run began with; {model.revision} is newer")
+    return replace(flight, resolved=resolve(replace(job, model=replace(job.model, revision=commit))))
 
 
 def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop: Stop) -> int:
@@ -197,7 +211,7 @@ def _extract(
     actor_job = ActorJob(
         storage=storage,
         options=engines.options,
-        model=job.model,
+        model=flight.resolved.pinned_model,
         model_digest=flight.resolved.model.digest,
         fingerprint=key,
         epoch=lease.epoch,

@@ -4,13 +4,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hs_ray.config import ExtractJob, OnTooLong, check, to_plain
+from hs_ray.config import ExtractJob, ModelConfig, OnTooLong, check, to_plain
 from hs_ray.errors import ConfigError, UserError
 from hs_ray.inputs import Source, TokenizeSettings, content_digests
-from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest
+from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest, tokenizer_files_digest
 from hs_ray.schema import FORMAT_VERSION, CaptureSpec, resolve_layers
 
 # SGLang arguments that change neither values nor rows; any other one is part of the fingerprint, known to us or not.
@@ -41,6 +41,12 @@ class ResolvedJob:
     job: ExtractJob
     model: ModelInfo
     spec: CaptureSpec
+    tokenizer_digest: str | None = None  # of the files that the driver has; None: other nodes' are not checked
+
+    @property
+    def pinned_model(self) -> ModelConfig:
+        """For other nodes: of a hub model the commit that the driver found, whatever is pushed during the run."""
+        return replace(self.job.model, revision=self.model.revision)
 
     @property
     def tokenize_settings(self) -> TokenizeSettings:
@@ -53,8 +59,9 @@ class ResolvedJob:
             id_key=job.input.id_key,
             allow_empty_mask=job.input.allow_empty_mask,
             limit=job.input.limit,
-            model=job.model,
+            model=self.pinned_model,
             template=chat_template(job.model),
+            tokenizer_digest=self.tokenizer_digest,
         )
 
 
@@ -83,9 +90,8 @@ def resolve(job: ExtractJob, check_model: Callable[[ModelInfo], None] | None = N
     if problems or model is None:
         raise ConfigError(problems)
     layers = resolve_layers(job.layers, model.num_hidden_layers)
-    return ResolvedJob(
-        job, model, CaptureSpec(layers, job.capture.final.value, model.num_hidden_layers, model.hidden_size)
-    )
+    spec = CaptureSpec(layers, job.capture.final.value, model.num_hidden_layers, model.hidden_size)
+    return ResolvedJob(job, model, spec, tokenizer_files_digest(model))
 
 
 def _problems_with(model: ModelInfo, job: ExtractJob, check_model: Callable[[ModelInfo], None] | None) -> list[str]:

@@ -9,11 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from hub import Hub
 
 from hs_ray.config import Compression, ExtractJob, Final, OnExisting
 from hs_ray.errors import LostLeaseError, OutputError, RunError, UnsupportedError
 from hs_ray.inputs import iter_chunk
+from hs_ray.model import resolve_model
 from hs_ray.pipeline import driver
+from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.cluster import Cluster
 from hs_ray.reader import load_final_norm
 from hs_ray.schema import FINAL_NORM, MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
@@ -275,6 +278,62 @@ def test_a_dry_run_of_a_complete_run_needs_no_room(job: ExtractJob) -> None:
         commit(job, unit)
     job.dry_run, job.output.min_free_bytes = True, "900TB"
     assert driver.run(job) == 0
+
+
+@pytest.fixture
+def of_the_hub(job: ExtractJob, tmp_path: Path, tiny_random: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The job's model at the hub, where its only commit is 111..."""
+    hub = Hub(tmp_path / "hub", monkeypatch)
+    hub.push(tiny_random, "1")
+    job.model.path = hub.name
+    return hub
+
+
+def test_the_engines_get_the_commit_that_the_driver_found(
+    job: ExtractJob, of_the_hub: Hub, tiny_random: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that starts again after a push would find other weights, and refuse them."""
+    given: list[ActorJob] = []
+
+    def pushed(extraction: Any) -> Iterator[Marker]:
+        given.append(extraction.job)
+        of_the_hub.push(tiny_random, "2")
+        raise RunError("the engine could not load the model")
+        yield
+
+    monkeypatch.setattr(driver, "extract_units", pushed)
+    start(job)
+    [actor] = given
+    assert resolve_model(actor.model).revision == "1" * 40 and resolve_model(actor.model).digest == actor.model_digest
+    assert run_json(job)["config"]["model"]["revision"] is None, "as the user gave it"
+
+
+def test_a_resume_goes_on_with_the_commit_that_it_began_with(
+    job: ExtractJob, of_the_hub: Hub, tiny_random: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.output.shard_bytes = "5kB"
+    start(job)
+    commit(job, 0)
+    before = run_json(job)
+    of_the_hub.push(tiny_random, "2")
+    start(job)
+    assert f"going on with the commit {'1' * 40}, which this run began with" in capsys.readouterr().out
+    assert run_json(job) == before
+    job.dry_run = True
+    assert driver.run(job) == 0
+    job.dry_run, job.model.revision = False, "2" * 40  # the user's word counts
+    with pytest.raises(OutputError, match=r"made by another configuration.*\n  model\.path = "):
+        driver.run(job)
+
+
+def test_a_run_that_committed_nothing_takes_the_newest_commit(
+    job: ExtractJob, of_the_hub: Hub, tiny_random: Path
+) -> None:
+    """The push may have mended what kept it from starting."""
+    start(job)
+    of_the_hub.push(tiny_random, "2")
+    start(job)
+    assert run_json(job)["model"]["revision"] == "2" * 40
 
 
 def test_rejected_lines_are_counted_once(job: ExtractJob) -> None:
