@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hs_ray.errors import ShardError
+from hs_ray.plan.estimates import size
 from hs_ray.reader import HiddenStatesDataset, Output
 from hs_ray.reader.output import load_markers
 from hs_ray.reader.shard import READ_ERRORS
@@ -103,13 +104,14 @@ def describe(path: str, storage_options: Mapping[str, Any] | None = None) -> Des
 
 
 def _planned_lengths(output: Output, units: set[int]) -> np.ndarray:
-    """Tokens of every planned sample of the units that are committed."""
+    """Tokens of every planned sample of the units that are committed: the lengths of the loss masks, which take some
+    hundredth of the ids' bytes."""
     parts = []
     for info in output.storage.list(SAMPLES):
         if not info.path.endswith(".parquet"):
             continue
-        table = _read(output.storage, info.path, ["input_ids", "unit"])
-        sizes = table.column("input_ids").combine_chunks().value_lengths().to_numpy()
+        table = _read(output.storage, info.path, ["loss_mask", "unit"])
+        sizes = table.column("loss_mask").combine_chunks().value_lengths().to_numpy()
         parts.append(sizes[np.isin(table.column("unit").to_numpy(), sorted(units))])
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -158,15 +160,6 @@ def _norms(column: str, state: torch.Tensor) -> ColumnNorms:
     )
 
 
-def size_text(size: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.2f} {unit}"
-        size /= 1000
-    return f"{size:,.2f} PB"
-
-
 def layer_text(layer: dict[str, Any]) -> str:
     """Both spellings of a layer id."""
     output_of = layer["output_of_layer"]
@@ -176,7 +169,7 @@ def layer_text(layer: dict[str, Any]) -> str:
 def facts(d: Description) -> list[tuple[str, str]]:
     """The description as name and value, in the order of reading."""
     ratio = (
-        f", {d.bytes / d.raw_bytes:.3f} of the states' {size_text(d.raw_bytes)}"
+        f", {d.bytes / d.raw_bytes:.3f} of the states' {size(d.raw_bytes)}"
         if d.compression != "none" and d.raw_bytes
         else ""
     )
@@ -194,7 +187,7 @@ def facts(d: Description) -> list[tuple[str, str]]:
         ("samples", f"{d.samples:,} with states, {d.failed:,} failed"),
         ("input", ", ".join(f"{value:,} {name}" for name, value in d.plan.items())),
         ("tokens", f"{d.tokens:,}"),
-        ("size", f"{size_text(d.bytes)} in {d.units:,} shards ({d.compression}{ratio})"),
+        ("size", f"{size(d.bytes)} in {d.units:,} shards ({d.compression}{ratio})"),
         ("tokens a sample", ", ".join(f"{name} {value:,}" for name, value in d.lengths.items())),
     ]
     return rows + [("versions", ", ".join(f"{name} {value}" for name, value in d.versions.items()))]

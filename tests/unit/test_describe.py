@@ -1,5 +1,6 @@
 """hs_ray.describe: figures of a known output, for a terminal."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from damage import copied
-from make_output import H, MadeOutput, make_output, to_float
+from make_output import PLAN_COLUMNS, H, MadeOutput, make_output, to_float
 
 from hs_ray import schema
-from hs_ray.describe import describe, layer_text, size_text, text
+from hs_ray.describe import describe, layer_text, text
 from hs_ray.errors import OutputError, ShardError
 
 
@@ -41,6 +42,7 @@ def test_text_shows_both_spellings(made: MadeOutput):
     shown = text(describe(str(made.path)))
     assert "2 (output of layer 1), 4 (output of layer 3), 5 (output of layer 4)" in shown
     assert re.search(r"samples +11 with states, 1 failed", shown) and "not_json" in shown
+    assert re.search(r"size +\d+\.\d kB in 3 shards \(split_zstd, 0\.\d+ of the states' \d+\.\d kB\)", shown)
     assert layer_text(schema.layer_spellings([0])[0]) == "0 (the embeddings)"
 
 
@@ -60,12 +62,22 @@ def test_a_file_of_the_plan_that_cannot_be_read(made: MadeOutput, tmp_path: Path
         describe(str(damaged.path))
     pq.write_table(pa.table({"code": [1]}), damaged.path / path)
     if path != schema.REJECTED:
-        with pytest.raises(ShardError, match="no file of a plan, it has no input_ids, unit"):
+        with pytest.raises(ShardError, match="no file of a plan, it has no loss_mask, unit"):
             describe(str(damaged.path))
 
 
-def test_sizes():
-    assert [size_text(n) for n in (0, 999, 1500, 4.6e12)] == ["0 B", "999 B", "1.50 kB", "4.60 TB"]
+def test_the_ids_of_the_plan_are_not_read(made: MadeOutput, tmp_path: Path):
+    """They are most of it, and a length is to be had for less."""
+    blind = copied(made, tmp_path / "out")
+    part = blind.path / schema.SAMPLES / "part-00000.parquet"
+    metadata = pq.ParquetFile(part).metadata
+    data = bytearray(part.read_bytes())
+    for unit in range(metadata.num_row_groups):
+        chunk = metadata.row_group(unit).column(PLAN_COLUMNS.names.index("input_ids"))
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    part.write_bytes(data)
+    assert describe(str(blind.path)) == dataclasses.replace(describe(str(made.path)), path=str(blind.path))
 
 
 def test_job(made: MadeOutput):
