@@ -266,11 +266,33 @@ def _check_once(storage: Storage, entries: Sequence[ShardEntry], units: int) -> 
 
 
 def _from_markers(storage: Storage) -> list[ShardEntry]:
-    return [
-        ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes, m.sha256, m.node)
-        for m in _each_marker(storage)
-        if m.shard is not None
-    ]
+    entries = []
+    for m in _each_marker(storage):
+        _check_numbers(storage, m)
+        if m.shard is not None:
+            entries.append(ShardEntry(m.unit, m.shard, m.samples, m.rows, m.tokens, m.bytes, m.sha256, m.node))
+    return entries
+
+
+def _check_numbers(storage: Storage, marker: Marker) -> None:
+    """No manifest's sum stands over these: a wrong `samples` would lose samples, its own or another unit's."""
+    counts = (marker.samples, marker.rows, marker.tokens, marker.bytes)
+    told = ", ".join(f"{n} {name}" for n, name in zip(counts, ("samples", "rows", "tokens", "bytes"), strict=True))
+    wrong = None
+    if marker.shard is None:
+        wrong = f"names no shard for {told}" if any(counts) else None
+    elif not marker.shard.startswith(shard_path(marker.unit, "").removesuffix(".parquet")):
+        wrong = f"names {marker.shard} as the shard of {unit_name(marker.unit)}"
+    # A sample has a row at least, a row a token, a token its id: and `bytes` is compared with the file.
+    elif not 0 < marker.samples <= marker.rows <= marker.tokens <= marker.bytes:
+        wrong = f"says {told}"
+    if wrong is None and marker.checksums and len(marker.checksums) != marker.samples:  # older ones may have none
+        wrong = f"says {marker.samples} samples and has checksums of {len(marker.checksums)}"
+    if wrong is not None:
+        raise ShardError(
+            f"{storage.root}/{marker_path(marker.unit)}: damaged, it {wrong}; remove it and run the same extraction "
+            f"again, which computes its unit anew"
+        )
 
 
 def _on_a_node(storage: Storage) -> str:

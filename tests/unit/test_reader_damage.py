@@ -68,6 +68,35 @@ def test_damaged_marker(copy: Path):
         HiddenStatesDataset(str(copy), incomplete=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m.update(samples=0), "says 0 samples, 4 rows"),
+        (lambda m: m.update(samples=-1), "says -1 samples"),
+        (lambda m: m.update(samples=10**30), "says 1000000000000000000000000000000 samples"),
+        (lambda m: m.update(samples=10**30, checksums={}), "says 1000000000000000000000000000000 samples"),
+        (lambda m: m.update(samples=3), "says 3 samples and has checksums of 4"),
+        (lambda m: m.update(rows=1), "says 4 samples, 1 rows"),
+        (lambda m: m.update(tokens=-5), ".*-5 tokens"),
+        (lambda m: m.update(shard=None), "names no shard for 4 samples"),
+        (lambda m: m.update(shard=None, samples=0, rows=0, tokens=0, bytes=0), "says 0 samples and has checksums of 4"),
+        (lambda m: m.update(shard=schema.shard_path(0, "0001-aaaa")), r"names shards/unit-000000-.* of unit-000002"),
+    ],
+)
+def test_numbers_of_a_marker_that_cannot_be(copy: Path, change: Callable[[Any], object], told: str):
+    (copy / schema.MANIFEST).unlink()
+    edit_json(copy / schema.marker_path(2), change)
+    with pytest.raises(ShardError, match=rf"_run/done/unit-000002\.json: damaged, it {told}"):
+        HiddenStatesDataset(str(copy), incomplete=True)
+
+
+def test_markers_of_before_there_were_checksums(made: MadeOutput, copy: Path):
+    (copy / schema.MANIFEST).unlink()
+    for unit in range(3):
+        edit_json(copy / schema.marker_path(unit), lambda m: m.pop("checksums"))
+    assert len(HiddenStatesDataset(str(copy), incomplete=True)) == len(made.committed)
+
+
 @pytest.mark.parametrize("incomplete", [False, True])
 def test_foreign_file(copy: Path, incomplete: bool):
     pq.write_table(pa.table({"a": [1]}), copy / "shards/mine.parquet")
