@@ -9,7 +9,7 @@ from typing import Any
 
 from hs_ray.config import ExtractJob, ModelConfig, OnTooLong, check, to_plain
 from hs_ray.errors import ConfigError, UserError
-from hs_ray.inputs import Source, TokenizeSettings, content_digests
+from hs_ray.inputs import Source, TokenizeSettings, content_digests, overlaps
 from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest, tokenizer_files_digest
 from hs_ray.schema import FORMAT_VERSION, CaptureSpec, resolve_layers
 
@@ -87,6 +87,7 @@ def resolve(job: ExtractJob, check_model: Callable[[ModelInfo], None] | None = N
         problems += _problems_with(model, job, check_model)
     with collecting(problems):
         chat_template(job.model)
+    problems += overlaps(job.input, job.output)
     if problems or model is None:
         raise ConfigError(problems)
     layers = resolve_layers(job.layers, model.num_hidden_layers)
