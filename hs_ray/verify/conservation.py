@@ -80,6 +80,8 @@ def check_rejects(
     planned: (source, line) of every sample; manifest: of a complete run, before which there is no `_rejects/`.
     """
     rejected = _rejected(storage, run["plan"]["rejected"], report)
+    if rejected is not None:
+        _check_planned_codes(run, rejected, REJECTED, report)
     if manifest is None:
         return
     failed = [reject for marker in markers.values() for reject in marker.failed]
@@ -94,9 +96,12 @@ def check_rejects(
     if both:
         detail = f"{len(both)} lines are listed though they are samples with states, the first is {min(both)}"
         report.add("conservation", REJECTS, detail)
-    if rejected is not None:
-        _compare_lists(Counter(rejected + [_line(reject) for reject in failed]), Counter(listed), report)
-        _check_codes(manifest, rejected, failed, report)
+    of_markers, of_list = Counter(_line(reject) for reject in failed), Counter(listed)
+    if rejected is None:  # then the markers' half is all that is known
+        rejected = list((of_list - of_markers).elements())
+        _check_planned_codes(run, rejected, REJECTS, report)
+    _compare_lists(of_markers + Counter(rejected), of_list, report)
+    _check_codes(manifest, rejected, failed, report)
 
 
 def _line(reject: Reject) -> Line:
@@ -104,11 +109,11 @@ def _line(reject: Reject) -> Line:
 
 
 def _rejected(storage: Storage, number: int, report: Report) -> list[Line] | None:
-    """What planning refused; None where that is not known. number: how many the plan says there are.
-
-    The contract does not name this file: an output may be without it, and the numbers have to do.
-    """
+    """What planning refused; None where that is not known. number: how many the plan says there are."""
     if not storage.exists(REJECTED):
+        if number:
+            detail = f"missing; the {number} lines that {RUN_JSON} says were rejected are in it alone"
+            report.add("plan", REJECTED, detail)
         return None if number else []
     try:
         with storage.open(REJECTED) as file:
@@ -157,10 +162,23 @@ def _compare_lists(wanted: Counter[Line], listed: Counter[Line], report: Report)
             report.add("conservation", REJECTS, f"{found.total()} {what}, the first is {first}")
 
 
+def _check_planned_codes(run: dict[str, Any], rejected: list[Line], source: str, report: Report) -> None:
+    """source: the file that `rejected` was read from."""
+    by_code = Counter(code for _, _, _, code in rejected)
+    told = run["plan"].get("rejects_by_code")
+    if not _counts(told, by_code):
+        report.add("conservation", RUN_JSON, f"plan.rejects_by_code is {told!r:.200}, {source} gives {dict(by_code)}")
+
+
 def _check_codes(manifest: dict[str, Any], rejected: list[Line], failed: list[Reject], report: Report) -> None:
     """`rejects_by_code` counts what planning refused; the failed samples may be in it, too, or it may be absent."""
     told = manifest["counts"].get("rejects_by_code")
     by_code = Counter(code for _, _, _, code in rejected)
     both = by_code + Counter(reject.code for reject in failed)
-    if told is not None and (not isinstance(told, dict) or {c: n for c, n in told.items() if n} not in (by_code, both)):
+    if not _counts(told, by_code, both):
         report.add("conservation", MANIFEST, f"rejects_by_code is {told!r:.200}, the plan gives {dict(by_code)}")
+
+
+def _counts(told: Any, *found: Counter[str]) -> bool:
+    """Whether `rejects_by_code` is one of these numbers, or absent; a code that it has 0 of is none."""
+    return told is None or (isinstance(told, dict) and {code: n for code, n in told.items() if n} in found)

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from damage import edit_json, found
-from make_output import REJECT_COLUMNS, MadeOutput, make_output, read_marker, write_manifest
+from make_output import REJECT_COLUMNS, MadeOutput, read_marker, write_manifest
 
 from hs_ray import schema
 from hs_ray.schema import Reject
@@ -182,12 +181,28 @@ def test_the_plans_rejects(made: MadeOutput):
     assert "2 lines of the input are in it alone" in found(made)["plan"][0]
 
 
-def test_an_output_may_be_without_the_plans_rejects(tmp_path: Path):
-    """The contract does not name that file; the sums are checked all the same."""
-    made = make_output(tmp_path / "out")
+def test_without_the_plans_rejects_the_lists_are_still_checked(made: MadeOutput):
+    """What the markers, run.json and `_rejects/` say is compared in any case."""
     (made.path / schema.REJECTED).unlink()
-    assert found(made) == {}
+    lost = f"{schema.REJECTED}: missing; the 2 lines that _run/run.json says were rejected are in it alone"
+    assert found(made) == {"plan": [lost]}
+    edit_rejects(made, lambda entries: [*entries[:2], entries[2] | {"line": 555}])
+    assert "1 lines without states are not listed, the first is {'sample_id': 'id-6'" in "\n".join(
+        found(made)["conservation"]
+    )
+    edit_rejects(made, lambda entries: [entries[0] | {"code": "too_long"}, *entries[1:]])
+    assert "_rejects gives {'too_long': 1" in "\n".join(found(made)["conservation"])
+
+
+def test_where_nothing_was_rejected_no_rejects_are_missed(made: MadeOutput):
+    (made.path / schema.REJECTED).unlink()
     edit_rejects(made, lambda entries: entries[2:])
     edit_json(made.path / schema.RUN_JSON, lambda run: run["plan"].update(rejected=0, lines=13, rejects_by_code={}))
     edit_json(made.path / schema.MANIFEST, lambda m: m["counts"].update(rejected=0, lines=13, rejects_by_code={}))
     assert found(made) == {}
+
+
+def test_codes_of_run_json(made: MadeOutput):
+    edit_json(made.path / schema.RUN_JSON, lambda run: run["plan"].update(rejects_by_code={"not_json": 1}))
+    told = f"plan.rejects_by_code is {{'not_json': 1}}, {schema.REJECTED} gives {{'not_json': 2}}"
+    assert found(made) == {"conservation": [f"_run/run.json: {told}"]}
