@@ -377,6 +377,15 @@ def test_an_outage_is_one_message(job: ExtractJob, monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == 1 and caught.value.plain
 
 
+def test_an_outage_that_a_reader_met_comes_without_rays_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(reference: Any) -> None:
+        raise driver.ray.exceptions.RayTaskError("read", "ray::_Reader.read()", OSError(5, "Input/output error"))
+
+    monkeypatch.setattr(driver.planning.ray, "get", fails)
+    with pytest.raises(OSError, match=r"^\[Errno 5\] Input/output error$"):
+        driver.planning._get(None)
+
+
 def test_the_engines_end_before_the_driver_goes(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
