@@ -17,7 +17,7 @@ from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.lists import check_files, check_manifest, load_manifest, load_markers
 from hs_ray.verify.norm import check_final_norm
 from hs_ray.verify.report import Report
-from hs_ray.verify.run import read_run
+from hs_ray.verify.run import check_run, read_run
 from hs_ray.verify.shard import ShardAudit, audit_shard
 
 
@@ -38,6 +38,7 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
             f"verify.incomplete=true"
         )
     markers = load_markers(storage, run["plan"]["units"], report)
+    run = check_run(run, markers, report)
     if complete:
         check_manifest(complete, markers, run, report)
     check_files(storage, markers, bool(manifest), report)

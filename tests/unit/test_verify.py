@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from damage import found
+from damage import edit_json, found
 from make_output import (
     H,
     MadeOutput,
@@ -229,10 +229,16 @@ def test_damaged_manifest_and_lost_reject(made: MadeOutput):
 
 
 def test_another_fingerprint(made: MadeOutput):
+    """One string is changed, and one is blamed."""
     run = made.path / schema.RUN_JSON
     run.write_text(run.read_text().replace("f" * 64, "e" * 64))
-    problems = found(made)
-    assert len(problems["fingerprint"]) == 3 and len(problems["footer"]) == 3
+    told = f"is {'e' * 16}..., all 3 markers have {'f' * 16}...: of another run, or damaged"
+    assert found(made) == {"fingerprint": [f"_run/run.json: {told}"]}
+
+
+def test_a_marker_of_another_fingerprint(made: MadeOutput):
+    edit_json(made.path / schema.marker_path(1), lambda marker: marker.update(fingerprint="e" * 64))
+    assert found(made) == {"fingerprint": [f"{schema.marker_path(1)}: is {'e' * 16}..., the run's is {'f' * 16}..."]}
 
 
 def test_unfinished(made: MadeOutput):
