@@ -251,7 +251,11 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         while len(self._files) >= 2 * self.window:
             self._files.popitem(last=False)[1].close()
         file = ShardFile(self._storage, self.output.shards[shard].path)
-        self._check_footer(file, self.output.shards[shard].unit)
+        try:
+            self._check_footer(file, self.output.shards[shard].unit)
+        except ShardError:
+            file.close()
+            raise
         self._files[shard] = file
         return file
 

@@ -44,7 +44,10 @@ def load_final_norm(storage: Storage) -> FinalNorm:
     name = f"{storage.root}/{FINAL_NORM}"
     if not storage.exists(FINAL_NORM):
         raise OutputError(f"{name}: missing; without it pre-norm states cannot become post-norm ones")
-    data = storage.read_bytes(FINAL_NORM)
+    try:
+        data = storage.read_bytes(FINAL_NORM)
+    except IsADirectoryError:
+        raise ShardError(f"{name}: a folder where a file should be") from None
     try:
         metadata = _metadata(data)
         norm = FinalNorm(load(data)["weight"], float(metadata["eps"]), metadata["kind"])

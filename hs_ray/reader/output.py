@@ -92,6 +92,8 @@ def load_json(storage: Storage, path: str) -> dict[str, Any] | None:
         content = json.loads(storage.read_bytes(path))
     except ValueError as error:
         raise ShardError(f"{storage.root}/{path}: damaged, not JSON ({error})") from None
+    except IsADirectoryError:
+        raise ShardError(f"{storage.root}/{path}: a folder where a file should be") from None
     if not isinstance(content, dict):
         raise ShardError(f"{storage.root}/{path}: damaged, not a JSON object")
     return content

@@ -9,6 +9,7 @@ Parquet's own decoder would copy them once more. Anything stored in another way 
 
 import json
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ from hs_ray.storage import Storage
 SMALL_COLUMNS = ["sample_id", "source", "line", "num_tokens", "sample_tokens", "input_ids", "loss_mask", "token_start"]
 LISTS = ("input_ids", "loss_mask")
 ALWAYS = ("sample_id", "source", "line", *LISTS)  # in every sample, asked for or not
-READ_ERRORS = (OSError, ValueError, OverflowError, pa.ArrowException)  # what damage makes pyarrow and os raise
+# What damage makes pyarrow and os raise.
+READ_ERRORS = (OSError, ValueError, LookupError, OverflowError, pa.ArrowException)
 FOOTER: dict[str, type] = {"fingerprint": str, "hidden_size": int, "compression": str, "columns": list}
 
 
@@ -89,7 +91,9 @@ class ShardFile:
             raise ShardError(f"{self.name}: damaged, columns {sorted(missing)} are missing")
         self._samples: list[range] | None = None
         if local is not None:
-            self._fd = os.open(local, os.O_RDONLY)
+            self._fd = self._read(lambda: os.open(local, os.O_RDONLY))
+            # Datasets are dropped and not closed; pyarrow's own descriptor goes with its object, this one would stay.
+            self._close_fd = weakref.finalize(self, os.close, self._fd)
 
     def _footer(self) -> dict[str, Any]:
         """The JSON in the footer."""
@@ -97,6 +101,8 @@ class ShardFile:
         if text is None:
             raise ShardError(f"{self.name}: a foreign Parquet file, its footer has no {METADATA_KEY.decode()} entry")
         metadata = self._read(lambda: json.loads(text))
+        if not isinstance(metadata, dict):
+            raise ShardError(f"{self.name}: damaged, what its footer says of it is {metadata!r:.80}")
         wrong = [name for name, kind in FOOTER.items() if not isinstance(metadata.get(name), kind)]
         if wrong:
             raise ShardError(f"{self.name}: damaged, no usable {', '.join(wrong)} in its footer")
@@ -106,7 +112,7 @@ class ShardFile:
         self._parquet.close()
         self._file.close()
         if self._fd >= 0:
-            os.close(self._fd)
+            self._close_fd()
             self._fd = -1
 
     def sample_rows(self, samples: int) -> list[range]:
@@ -156,15 +162,17 @@ class ShardFile:
     def _small_columns(self, row: int) -> dict[str, Any]:
         """Everything of a row but its states; `input_ids` and `loss_mask` are arrays."""
         table = self._read(lambda: self._parquet.read_row_group(row, SMALL_COLUMNS, use_threads=False))
-        cells = {name: table.column(name)[0] for name in SMALL_COLUMNS}
+        cells = self._read(lambda: {name: table.column(name)[0] for name in SMALL_COLUMNS})
         for name, cell in cells.items():
             if not cell.is_valid or (name in LISTS and cell.values.null_count):
                 raise ShardError(f"{self.name}: damaged, row {row} has a null in column {name}")
-        return {name: cell.values.to_numpy() if name in LISTS else cell.as_py() for name, cell in cells.items()}
+        return self._read(  # a string is decoded only here
+            lambda: {n: cell.values.to_numpy() if n in LISTS else cell.as_py() for n, cell in cells.items()}
+        )
 
     def _fill(self, row: int, outs: Mapping[str, np.ndarray]) -> None:
         """Read state columns of one row into uint16 [S, H] arrays, each one contiguous."""
-        offsets = {name: self._value_offset(row, name, out.nbytes) for name, out in outs.items()}
+        offsets = self._read(lambda: {name: self._value_offset(row, name, out.nbytes) for name, out in outs.items()})
         plain = {name: offset for name, offset in offsets.items() if offset is not None}
         if self._fd >= 0:
             for name, offset in plain.items():
@@ -201,7 +209,7 @@ class ShardFile:
         target = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # an array is a buffer
         done = self._read(lambda: os.preadv(self._fd, [prefix, target], offset - 4)) - 4
         while 0 <= done < len(target):  # one call reads at most 2 GiB
-            more = os.preadv(self._fd, [target[done:]], offset + done)
+            more = self._read(lambda: os.preadv(self._fd, [target[done:]], offset + done))  # noqa: B023  # at once
             if not more:
                 break
             done += more

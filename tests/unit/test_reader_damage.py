@@ -1,6 +1,7 @@
 """hs_ray.reader on outputs that are incomplete or damaged: one message that names the file, and no sample."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -311,6 +312,63 @@ def test_a_shard_under_another_units_name(made: MadeOutput):
     file.metadata["unit"] = 1
     with pytest.raises(ShardError, match="holds unit 1 under the name of unit 0's shard"):
         dataset._check_footer(file, 0)
+
+
+def test_names_that_are_no_text(made: MadeOutput, copy: Path):
+    path = copy / schema.shard_path(0, "0001-aaaa")
+    data, name = path.read_bytes(), made.samples[1].sample_id.encode()
+    assert name in data
+    path.write_bytes(data.replace(name, b"\xff" + name[1:], 1))
+    with pytest.raises(ShardError, match=r"unit-000000-0001-aaaa\.parquet: damaged"):
+        list(HiddenStatesDataset(str(copy)))
+
+
+@pytest.mark.parametrize("compression", ["none", "split_zstd"])
+def test_a_row_group_without_its_row(tmp_path: Path, compression: str):
+    """Out of a sequence an IndexError would be the end of the samples."""
+    made = make_output(tmp_path / "out", compression=compression)
+    path, size = made.shard(0), made.shard(0).stat().st_size
+    table = pq.read_table(path)
+    with pq.ParquetWriter(path, table.schema, compression="none") as writer:
+        for part in (table[:2], table[2:3], table[3:], table[:0]):
+            writer.write_table(part)
+    manifest = made.path / schema.MANIFEST
+    manifest.write_text(manifest.read_text().replace(f'"bytes": {size}', f'"bytes": {path.stat().st_size}'))
+    with pytest.raises(ShardError, match=r"unit-000000-0001-aaaa\.parquet: damaged"):
+        HiddenStatesDataset(str(made.path))[3]
+
+
+def test_a_footer_that_is_no_object(copy: Path):
+    path = copy / schema.shard_path(0, "0001-aaaa")
+    text = pq.read_metadata(path).metadata[schema.METADATA_KEY]
+    damage_footer(path, text, b"[" + b" " * (len(text) - 2) + b"]")
+    with pytest.raises(ShardError, match=r"unit-000000-0001-aaaa\.parquet: damaged, what its footer says"):
+        HiddenStatesDataset(str(copy))[0]
+
+
+@pytest.mark.parametrize("name", [schema.MANIFEST, schema.RUN_JSON, schema.FINAL_NORM])
+def test_a_folder_in_place_of_a_file(copy: Path, name: str):
+    (copy / name).unlink()
+    (copy / name).mkdir()
+    with pytest.raises(ShardError, match=rf"{re.escape(name)}: a folder where a file should be"):
+        HiddenStatesDataset(str(copy)).to_post_norm(torch.ones(64))
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_datasets_that_are_dropped_leave_no_descriptor(made: MadeOutput, copy: Path):
+    run = copy / schema.RUN_JSON
+    run.write_text(run.read_text().replace("f" * 64, "e" * 64))
+    foreign, errors = HiddenStatesDataset(str(copy)), []
+    before = descriptors()
+    for _ in range(3):
+        assert ids(HiddenStatesDataset(str(made.path)))
+        with pytest.raises(ShardError, match="another configuration") as error:
+            foreign[0]
+        errors.append(error)  # a traceback that is kept has the file in its frames
+    assert descriptors() == before
 
 
 def test_a_later_format(copy: Path):
