@@ -2,9 +2,11 @@
 
 Markers are one small file a unit. A resume must not read them one by one (10,000 requests on S3), so the driver
 also keeps an index of those it was told of: `_run/index/*.jsonl`, one marker a line, only ever a copy. A listing
-of `_run/done` says which markers exist; the index gives their content where it is surely the same.
+of `_run/done` says which markers exist; the index gives their content where it is surely the same. Each of its lines
+has a checksum: what is believed of one may remove a unit, and ends in the manifest.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -52,7 +54,7 @@ class MarkerIndex:
         self._lines: list[str] = []
 
     def add(self, marker: Marker) -> None:
-        self._lines.append(json.dumps(json.loads(marker.to_json()), separators=(",", ":")))
+        self._lines.append(_index_line(marker))
         if len(self._lines) >= INDEX_EVERY:
             self.flush()
 
@@ -77,6 +79,18 @@ class MarkerIndex:
             self._storage.remove(path)
 
 
+def _index_line(marker: Marker) -> str:
+    text = json.dumps(json.loads(marker.to_json()), separators=(",", ":"))
+    return f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}","marker":{text}}}'
+
+
+def _from_index_line(line: bytes) -> Marker | None:
+    """None where the checksum does not fit, or is missing as in lines of earlier releases: the marker is read."""
+    head, _, text = line.removesuffix(b"}").partition(b',"marker":')
+    whole = head == f'{{"sha256":"{hashlib.sha256(text).hexdigest()}"'.encode()
+    return _parse(text) if whole else None
+
+
 def _indexed(storage: Storage, done: dict[int, FileInfo]) -> dict[int, Marker]:
     """Markers that the index surely has right: made before the index's file, and named by it once."""
     files = storage.list(INDEX)
@@ -84,7 +98,7 @@ def _indexed(storage: Storage, done: dict[int, FileInfo]) -> dict[int, Marker]:
     doubtful: set[int] = set()
     for info, content in zip(files, storage.read_many([info.path for info in files]), strict=True):
         for line in content.splitlines():
-            marker = _parse(line)
+            marker = _from_index_line(line)
             if marker is None:
                 continue  # only a copy is damaged: the marker itself is read
             there = done.get(marker.unit)
@@ -111,7 +125,7 @@ def list_markers(storage: Storage) -> dict[int, Marker | None]:
 
 
 def _parse(content: bytes, unit: int | None = None) -> Marker | None:
-    """The marker in a file or in a line; None for anything else, a marker of another `unit` among it."""
+    """The marker in a text; None for anything else, a marker of another `unit` among it."""
     try:
         marker = Marker.from_json(content)
     except ValueError:

@@ -157,6 +157,40 @@ def test_a_damaged_index_is_passed_over(tmp_path: Path) -> None:
     assert list_markers(storage) == {0: make_marker(0), 1: make_marker(1), 2: None}
 
 
+@pytest.mark.parametrize("field", ["bytes", "tokens", "samples"])
+@pytest.mark.parametrize("checksum", [True, False], ids=["", "of an earlier release"])
+def test_a_damaged_line_of_the_index_costs_no_unit(tmp_path: Path, field: str, checksum: bool) -> None:
+    storage = open_storage(str(tmp_path))
+    for unit in range(3):
+        attempt(storage, unit, "0001-0000000a")
+    run = run_json(3)
+    markers = read_markers(storage, FINGERPRINT)
+    manifest = build_manifest(storage, run, markers)
+    time.sleep(0.01)
+    MarkerIndex(storage).replace(markers.values())
+    [index] = storage.list("_run/index")
+    lines = storage.read_bytes(index.path).decode().splitlines()
+    if not checksum:
+        lines = [json.dumps(json.loads(marker.to_json()), separators=(",", ":")) for marker in markers.values()]
+    lines[1] = re.sub(rf'"{field}":(\d+)', lambda found: f'"{field}":{int(found[1]) + 1}', lines[1], count=1)
+    storage.write(index.path, "\n".join(lines).encode())
+    assert drop_untrusted(storage, 1, FINGERPRINT) == markers
+    assert storage.exists("_run/done/unit-000001.json") and storage.exists("manifest.json")
+    assert build_manifest(storage, run, read_markers(storage, FINGERPRINT)) == manifest
+
+
+def test_the_index_is_read_instead_of_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path))
+    markers = {unit: attempt(storage, unit, "0001-0000000a") for unit in range(3)}
+    time.sleep(0.01)
+    MarkerIndex(storage).replace(markers.values())
+    read: list[str] = []
+    original = storage.read_many
+    monkeypatch.setattr(storage, "read_many", lambda paths: read.extend(paths) or original(paths))
+    assert list_markers(storage) == markers
+    assert [path.rpartition("/")[0] for path in read] == ["_run/index"]
+
+
 # --- leftovers ---
 
 
