@@ -9,7 +9,7 @@ from typing import Any
 
 from hs_ray.engine.patching import Patch, installed_release
 
-TP_RANK_ARGUMENT = 3  # (server_args, port_args, gpu_id, tp_rank, ...) in every known release
+PORT_ARGUMENT, TP_RANK_ARGUMENT = 1, 3  # (server_args, port_args, gpu_id, tp_rank, ...) in every known release
 
 
 class SchedulerEntry:
@@ -29,5 +29,14 @@ class SchedulerEntry:
 
         from hs_ray.engine import capture
 
+        _announce_files(args[PORT_ARGUMENT])
         capture.activate(capture.Capture(self.setup, self.patch, args[TP_RANK_ARGUMENT]))
         return run_scheduler_process(*args, **kwargs)
+
+
+def _announce_files(port_args: Any) -> None:
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    from hs_ray.engine import janitor
+
+    janitor.announce(shm_path_for(port_args.instance_id))

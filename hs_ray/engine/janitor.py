@@ -23,6 +23,7 @@ LOOK_SECONDS = 2.0  # between two looks at the processes
 GLANCE_SECONDS = 0.05  # between two at whether /dev/shm has changed: whoever made a file may be killed the moment after
 END_SECONDS = 10.0  # for what was killed to be gone
 SHM = "/dev/shm/"
+NOTE = "shm-"  # in the folder for temporary files: names of files in /dev/shm
 MARK = "HS_RAY_WATCHED"  # in the environment of what starts under a watch: its parent may be gone, unseen
 
 
@@ -44,6 +45,11 @@ def own_temporary_folder() -> str:
     folder = tempfile.mkdtemp(prefix="hs-")  # short: SGLang puts sockets there, whose names may have 107 characters
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
+
+
+def announce(path: str) -> None:
+    """A file in /dev/shm that this process is about to make: it may be killed before anybody has seen it there."""
+    Path(tempfile.gettempdir(), NOTE + Path(path).name).touch()
 
 
 def stop(pid: int) -> None:
@@ -187,6 +193,8 @@ def main() -> None:
     pid, mark, *folders = sys.argv[1:]
     watch(int(pid), mark)
     for folder in folders:
+        for note in Path(folder).glob(f"{NOTE}*"):
+            Path(SHM, note.name.removeprefix(NOTE)).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

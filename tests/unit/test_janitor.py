@@ -54,7 +54,7 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
 START = """
 import os, signal, subprocess, sys, time
 from hs_ray.engine import janitor
-janitor.start()
+janitor.start(janitor.own_temporary_folder())
 """
 LAST_MOMENT = """
 print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
@@ -70,12 +70,18 @@ os.write(1, child.stdout.readline())
 time.sleep(0.5)
 child.kill()
 """
+ANNOUNCED = """
+from pathlib import Path
+janitor.announce(sys.argv[1])
+Path(sys.argv[1]).touch()  # as a process that died in the same moment
+print(2**22 + 1)  # no pid
+"""
 END = """
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("moment", [LAST_MOMENT, ORPHAN, KILLED_CHILD])
+@pytest.mark.parametrize("moment", [LAST_MOMENT, ORPHAN, KILLED_CHILD, ANNOUNCED])
 def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> None:
     """A detokenizer that was about to start when the scheduler beside it was killed, an agent whose raylet is gone,
     a file of a scheduler that was killed the moment after."""
