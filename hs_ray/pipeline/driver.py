@@ -7,30 +7,25 @@ some lines or samples have no states.
 import getpass
 import os
 import socket
-import time
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
 
 from hs_ray import prove
-from hs_ray.config import ExtractJob, parse_bytes
-from hs_ray.engine.options import EngineOptions
+from hs_ray.config import ExtractJob
 from hs_ray.errors import RunError, UnsupportedError
 from hs_ray.inputs import split_sources
 from hs_ray.lease import Lease
 from hs_ray.manifest import MarkerIndex, build_manifest, clean_leftovers, drop_untrusted, read_markers
 from hs_ray.model import final_norm
 from hs_ray.pipeline import cluster, nodes, planning
-from hs_ray.pipeline.actor import ActorJob
-from hs_ray.pipeline.extraction import Extraction, extract_units
 from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.preflight import Preflight, existing_run, preflight
-from hs_ray.pipeline.progress import Total
-from hs_ray.pipeline.resources import device_of, engine_options, replicas_of, units_at_once
+from hs_ray.pipeline.remaining import Engines, extract_remaining
+from hs_ray.pipeline.resources import device_of, engine_options, replicas_of
 from hs_ray.pipeline.stop import Stop, Stopped, stop_on_sigterm
 from hs_ray.plan import (
     PlanSummary,
@@ -50,11 +45,10 @@ from hs_ray.plan import (
     write_run,
 )
 from hs_ray.report import write_report
-from hs_ray.schema import DONE, FINAL_NORM, MANIFEST, Marker, shard_metadata
+from hs_ray.schema import DONE, FINAL_NORM, MANIFEST, Marker
 from hs_ray.storage import OnWait, Storage, when_there_is_room
 from hs_ray.weights import norm_digest
 
-INDEX_S = 10.0  # between writes of the markers' index
 WAITING_S = 15  # between two lines while a disk is full
 
 
@@ -130,7 +124,7 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
         run = _begin(flight, plan, key, on_wait)
     MarkerIndex(storage).replace(markers.values())
     if engines is not None:
-        _extract(flight, key[0], plan, markers, remaining, engines, lease, stop)
+        extract_remaining(flight, key[0], plan, markers, remaining, engines, lease, stop)
         _see_every_disk(flight)  # again: the engines have ended, and Ray's connection with them
         markers = drop_untrusted(storage, lease.epoch, key[0], partial(away, True))  # what is there, not what was told
         clean_leftovers(storage, lease.epoch, markers)
@@ -159,15 +153,6 @@ def _see_every_disk(flight: Preflight, check: bool = False) -> None:
         nodes.see_every_disk(flight.storage, check)
 
 
-@dataclass(frozen=True)
-class Engines:
-    """What this run gets of the cluster."""
-
-    options: EngineOptions
-    count: int
-    gpus: int  # of one engine; 0 on CPU
-
-
 def _engines(
     flight: Preflight, plan: PlanSummary, markers: dict[int, Marker], remaining: int, on_wait: OnWait
 ) -> Engines:
@@ -194,70 +179,6 @@ def _begin(flight: Preflight, plan: PlanSummary, key: tuple[str, dict[str, str]]
     run = when_there_is_room(lambda: write_run(storage, resolved, plan, flight.sources, key, flight.versions), on_wait)
     Metrics("driver", ray.util.get_node_ip_address()).rejected(plan.rejected)  # once: a resumed run has counted them
     return run
-
-
-def _extract(
-    flight: Preflight,
-    key: str,
-    plan: PlanSummary,
-    markers: dict[int, Marker],
-    remaining: Sequence[int],
-    engines: Engines,
-    lease: Lease,
-    stop: Stop,
-) -> None:
-    """Commit the remaining units; `markers` grows as they come."""
-    job, storage = flight.resolved.job, flight.storage
-    actor_job = ActorJob(
-        storage=storage,
-        options=engines.options,
-        model=flight.resolved.pinned_model,
-        model_digest=flight.resolved.model.digest,
-        fingerprint=key,
-        epoch=lease.epoch,
-        units_per_file=plan.units_per_file,
-        compression=job.output.compression.value,
-        metadata=_metadata(flight, key),
-        min_free_bytes=parse_bytes(job.output.min_free_bytes),
-        scratch_bytes=min(units_at_once(job), len(remaining)) * parse_bytes(job.output.shard_bytes),
-        max_retries=job.cluster.max_retries,
-        engines=engines.count,
-        canary=job.capture.canary,
-        prove=job.capture.prove.value,
-    )
-    extraction = Extraction(
-        actor_job,
-        list(remaining),
-        Total(
-            units=plan.units,
-            samples=plan.samples,
-            tokens=plan.tokens,
-            bytes_per_token=flight.resolved.spec.bytes_per_token,
-            engines=engines.count,
-            rejected=plan.rejected + sum(len(marker.failed) for marker in markers.values()),
-            earlier_units=len(markers),
-            earlier_samples=sum(marker.samples for marker in markers.values()),
-            earlier_tokens=sum(marker.tokens for marker in markers.values()),
-        ),
-        gpus=engines.gpus,
-        at_once=units_at_once(job),
-        progress_s=job.cluster.progress_seconds,
-        stopping=stop.draining,
-    )
-    index, flushed = MarkerIndex(storage), time.monotonic()
-    stop.can_drain = True
-    try:
-        with closing(extract_units(extraction)) as committed:  # also for an exception, whose traceback would keep it
-            for marker in committed:
-                markers[marker.unit] = replace(marker, checksums={})  # one a sample: too many to keep
-                index.add(marker)
-                if time.monotonic() - flushed > INDEX_S:
-                    lease.check()
-                    index.flush()
-                    flushed = time.monotonic()
-    finally:
-        stop.can_drain = False
-        index.flush()
 
 
 def _finish(storage: Storage, run: dict[str, Any], markers: dict[int, Marker], on_wait: OnWait) -> int:
@@ -329,18 +250,6 @@ def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
         return
     facts = {"eps": repr(eps), "kind": kind, "sha256": norm_digest(weight, eps, kind)}
     storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata=facts))
-
-
-def _metadata(flight: Preflight, key: str) -> dict[str, Any]:
-    model = flight.resolved.model
-    return shard_metadata(
-        flight.resolved.spec,
-        model=model.name,
-        revision=model.revision,
-        fingerprint=key,
-        compression=flight.resolved.job.output.compression.value,
-        versions=flight.versions,
-    )
 
 
 def say(text: str) -> None:

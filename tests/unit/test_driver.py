@@ -15,7 +15,7 @@ from hs_ray.config import Compression, ExtractJob, Final, OnExisting
 from hs_ray.errors import LostLeaseError, OutputError, RunError, UnsupportedError
 from hs_ray.inputs import iter_chunk
 from hs_ray.model import resolve_model
-from hs_ray.pipeline import driver
+from hs_ray.pipeline import driver, remaining
 from hs_ray.pipeline.actor import ActorJob
 from hs_ray.pipeline.cluster import Cluster
 from hs_ray.reader import load_final_norm
@@ -49,7 +49,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver.cluster, "connect", lambda address: Cluster((), 4))
     monkeypatch.setattr(driver.nodes, "check_shared", lambda storage: None)
     monkeypatch.setattr(driver.planning, "read_tables", read)
-    monkeypatch.setattr(driver, "extract_units", engine_fails)
+    monkeypatch.setattr(remaining, "extract_units", engine_fails)
     monkeypatch.setattr(driver, "Metrics", FakeMetrics)
     monkeypatch.setattr(driver.ray.util, "get_node_ip_address", lambda: "node")
 
@@ -301,7 +301,7 @@ def test_the_engines_get_the_commit_that_the_driver_found(
         raise RunError("the engine could not load the model")
         yield
 
-    monkeypatch.setattr(driver, "extract_units", pushed)
+    monkeypatch.setattr(remaining, "extract_units", pushed)
     start(job)
     [actor] = given
     assert resolve_model(actor.model).revision == "1" * 40 and resolve_model(actor.model).digest == actor.model_digest
@@ -399,8 +399,8 @@ def test_the_engines_end_before_the_driver_goes(job: ExtractJob, monkeypatch: py
         finally:
             ended.append("engines")
 
-    monkeypatch.setattr(driver, "extract_units", units)
-    monkeypatch.setattr(driver, "INDEX_S", -1.0)
+    monkeypatch.setattr(remaining, "extract_units", units)
+    monkeypatch.setattr(remaining, "INDEX_S", -1.0)
     monkeypatch.setattr(driver.cluster, "disconnect", lambda: ended.append("ray"))
     with pytest.raises(RunError, match="took over") as caught:
         driver.run(job)
