@@ -1,21 +1,19 @@
 """`verify` without a second model: files, markers, plan, rows, states, conservation."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from hs_ray.errors import OutputError
-from hs_ray.plan import read_unit
 from hs_ray.reader.output import find_shards, run_spec
-from hs_ray.schema import RUN_JSON, SAMPLES, SHARDS, Marker, Sample, marker_path
+from hs_ray.schema import SHARDS, Marker, marker_path
 from hs_ray.storage import Storage
 from hs_ray.verify.conservation import check_conservation, check_failed, check_rejects
 from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.lists import check_files, check_manifest, load_manifest, load_markers
 from hs_ray.verify.norm import check_final_norm
+from hs_ray.verify.plan import check_plan, planned_samples
 from hs_ray.verify.report import Report
 from hs_ray.verify.run import check_run, read_run
 from hs_ray.verify.shard import ShardAudit, audit_shard
@@ -43,50 +41,11 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
         check_manifest(complete, markers, run, report)
     check_files(storage, markers, bool(manifest), report)
     check_final_norm(storage, run_spec(run), report)
-    planned = _plan(storage, run, report)
+    planned = check_plan(storage, run, report)
     _shards(storage, run, [marker for marker in markers.values() if marker.unit in planned.units], report, workers)
     check_conservation(run, markers, complete, report)
     check_rejects(storage, run, markers, complete, planned.lines.keys(), report)
     return report
-
-
-@dataclass
-class _Plan:
-    """What is kept of the plan, which is read a unit at a time."""
-
-    lines: Counter[tuple[str, int]] = field(default_factory=Counter)  # how often each (source, line) is in it
-    units: set[int] = field(default_factory=set)  # those that can be read
-
-
-def _plan(storage: Storage, run: dict[str, Any], report: Report) -> _Plan:
-    plan, ids = _Plan(), Counter[str]()
-    for unit in range(run["plan"]["units"]):
-        try:
-            samples = _planned(storage, run, unit)
-        except OutputError as error:
-            report.add("plan", SAMPLES, str(error))
-            continue
-        plan.units.add(unit)
-        plan.lines.update((sample.source, sample.line) for sample in samples)
-        ids.update(sample.sample_id for sample in samples)
-    total = plan.lines.total()
-    if total != run["plan"]["samples"]:
-        report.add("plan", SAMPLES, f"holds {total} samples, {RUN_JSON} says {run['plan']['samples']}")
-    for what, counter in (("sample_id", ids), ("source and line", plan.lines)):
-        twice = [key for key, number in counter.items() if number > 1]
-        if twice:
-            report.add(
-                "plan", SAMPLES, f"{len(twice)} values of {what} are there more than once, the first is {twice[0]!r}"
-            )
-    return plan
-
-
-def _planned(storage: Storage, run: dict[str, Any], unit: int) -> list[Sample]:
-    """The plan of a unit. Raises OutputError for whatever cannot be read."""
-    try:
-        return read_unit(storage, unit, run["plan"]["units_per_file"])
-    except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError) as error:
-        raise OutputError(f"the plan of unit {unit} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report: Report, workers: int | None) -> None:
@@ -96,7 +55,7 @@ def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report
     content = ContentChecks()
 
     def audit(marker: Marker) -> ShardAudit:
-        planned = _planned(storage, run, marker.unit)
+        planned = planned_samples(storage, run, marker.unit)
         of_marker = Report()
         here = marker.shard in present
         check_failed(marker, planned, here, of_marker)
