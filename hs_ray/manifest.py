@@ -17,11 +17,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from hs_ray.errors import HsRayError
+from hs_ray.errors import HsRayError, OutputError
 from hs_ray.lease import check_epoch
 from hs_ray.schema import (
     ATTEMPTS,
     DONE,
+    FINAL_NORM,
     FORMAT_VERSION,
     MANIFEST,
     REJECTED,
@@ -237,7 +238,8 @@ def build_manifest(storage: Storage, run: dict[str, Any], markers: dict[int, Mar
 
     run: `_run/run.json` (`fingerprint`, `model`, `spec`, `plan`); markers: from `read_markers`.
     `complete` is true when every unit has its marker. Raises HsRayError, with the sum, if lines are not
-    samples + rejected + blank, or samples of a complete run not committed + failed.
+    samples + rejected + blank, or samples of a complete run not committed + failed; OutputError for a damaged
+    file of the final norm.
     """
     plan, spec = run["plan"], run["spec"]
     committed = sum(marker.samples for marker in markers.values())
@@ -268,10 +270,31 @@ def build_manifest(storage: Storage, run: dict[str, Any], markers: dict[int, Mar
         "final": spec["final"],
         "counts": counts,
     }
+    if norm := _norm_sha256(storage):
+        head["final_norm"] = norm
     if nodes := sorted({m.node for m in markers.values() if m.node}):
         head["nodes"] = nodes
     storage.write(MANIFEST, _one_shard_a_line(head, shards).encode())
     return head | {"shards": shards}
+
+
+def _norm_sha256(storage: Storage) -> str | None:
+    """What the final norm's file says of its content; None where there is none, or none that says it.
+
+    In the manifest, because a file of another model's norm is in order in itself.
+    """
+    try:
+        data = storage.read_bytes(FINAL_NORM)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        found: str | None = header["__metadata__"].get("sha256")
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError, AttributeError, IsADirectoryError) as error:
+        raise OutputError(
+            f"output.path = {storage.root}: {FINAL_NORM} is damaged ({error!r}); remove it and run the same command "
+            "again, which writes it anew"
+        ) from None
+    return found
 
 
 def _one_shard_a_line(head: dict[str, Any], shards: list[dict[str, Any]]) -> str:

@@ -4,13 +4,16 @@ The file holds the tensor `weight` [H] and the metadata `eps` and `kind`. The fo
 (LlamaRMSNorm, Gemma2RMSNorm, torch.nn.LayerNorm), rounded where they round: a bf16 result is bit-equal to theirs.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hs_ray.errors import OutputError, ShardError
-from hs_ray.schema import FINAL_NORM
+from hs_ray.reader.output import load_json
+from hs_ray.schema import FINAL_NORM, MANIFEST
 from hs_ray.storage import Storage
 from hs_ray.weights import norm_digest
 
@@ -37,7 +40,7 @@ class FinalNorm:
 
 def load_final_norm(storage: Storage) -> FinalNorm:
     """Raises OutputError if the run kept none, or one of a kind that this release does not know; ShardError if it is
-    damaged."""
+    damaged, or not the one that the manifest names."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -55,10 +58,24 @@ def load_final_norm(storage: Storage) -> FinalNorm:
         raise ShardError(f"{name}: damaged ({error!r})") from None
     if norm.kind not in ("rms_norm", "rms_norm_plus_one", "layer_norm"):
         raise OutputError(f"{name}: norm of unknown kind {norm.kind!r}")
+    digest = norm_digest(norm.weight, norm.eps, norm.kind)
     recorded = metadata.get("sha256")  # files of earlier releases have none
-    if recorded not in (None, norm_digest(norm.weight, norm.eps, norm.kind)):
+    if recorded not in (None, digest):
         raise ShardError(f"{name}: damaged, its weight, eps or kind is not what was written ({recorded[:16]}...)")
+    named = _of_the_run(storage)
+    if named not in (None, digest):
+        raise ShardError(
+            f"{name}: not the norm of this run, {MANIFEST} names {str(named)[:16]}...; remove it and run the same "
+            "extraction again, which writes it anew"
+        )
     return norm
+
+
+def _of_the_run(storage: Storage) -> Any:
+    """The norm's digest by the manifest; None before there is one, and of earlier releases."""
+    with contextlib.suppress(ShardError):  # who opens the output is told of a damaged one
+        return (load_json(storage, MANIFEST) or {}).get("final_norm")
+    return None
 
 
 def _metadata(data: bytes) -> dict[str, str]:

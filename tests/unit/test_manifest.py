@@ -10,10 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from commit import FINGERPRINT, SPEC, attempt
 from s3 import Bucket
+from safetensors.torch import save
 
-from hs_ray.errors import HsRayError, LostLeaseError
+from hs_ray.errors import HsRayError, LostLeaseError, OutputError
 from hs_ray.lease import Lease, begin_attempt
 from hs_ray.manifest import (
     REJECTS_PER_FILE,
@@ -269,6 +271,21 @@ def test_manifest_of_a_complete_run(storage: Storage) -> None:
         "bytes": markers[0].bytes, "sha256": markers[0].sha256}  # fmt: skip
     lines = [json.loads(line) for i in storage.list("_rejects") for line in storage.read_bytes(i.path).splitlines()]
     assert [(r["sample_id"], r["code"]) for r in lines] == [("s99", "nan")] * 3 + [("dup", "duplicate"), (None, "json")]
+
+
+def test_the_manifest_names_the_final_norm(tmp_path: Path) -> None:
+    storage, path = open_storage(str(tmp_path)), tmp_path / "_run/final_norm.safetensors"
+    assert "final_norm" not in build_manifest(storage, run_json(0), {})  # a run may have none
+    path.parent.mkdir(exist_ok=True)
+    facts = {"eps": "1e-06", "kind": "rms_norm"}
+    path.write_bytes(save({"weight": torch.ones(4)}, facts))
+    assert "final_norm" not in build_manifest(storage, run_json(0), {})  # as earlier releases wrote it
+    path.write_bytes(save({"weight": torch.ones(4)}, facts | {"sha256": "ab" * 32}))
+    manifest = build_manifest(storage, run_json(0), {})
+    assert manifest["final_norm"] == "ab" * 32 and json.loads(storage.read_bytes("manifest.json")) == manifest
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(OutputError, match=r"_run/final_norm\.safetensors is damaged .*; remove it and run"):
+        build_manifest(storage, run_json(0), {})
 
 
 def test_manifest_of_an_unfinished_run(storage: Storage) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from hs_ray import schema
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.reader import HiddenStatesDataset
+from hs_ray.weights import norm_digest
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +305,25 @@ def test_damaged_final_norm(copy: Path, weight: int, metadata: dict[str, str], t
     (copy / schema.FINAL_NORM).write_bytes(b"\xff" * 100)
     with pytest.raises(ShardError, match=r"_run/final_norm\.safetensors: damaged"):
         dataset.to_post_norm(dataset[0]["final_pre_norm"])
+
+
+def test_the_norm_of_another_model(copy: Path):
+    """In order in itself, and of the same width."""
+    ours, other = torch.ones(64), torch.full((64,), 2.0)
+    digests = [norm_digest(weight, 1e-6, "rms_norm") for weight in (ours, other)]
+    edit_json(copy / schema.MANIFEST, lambda m: m.update(final_norm=digests[0]))
+    for weight, digest in zip((ours, other), digests, strict=True):
+        facts = {"eps": "1e-06", "kind": "rms_norm", "sha256": digest}
+        save_file({"weight": weight}, copy / schema.FINAL_NORM, metadata=facts)
+        dataset = HiddenStatesDataset(str(copy))
+        if weight is ours:
+            dataset.to_post_norm(ours)
+    with pytest.raises(
+        ShardError, match=r"_run/final_norm\.safetensors: not the norm of this run, manifest\.json names"
+    ):
+        dataset.to_post_norm(ours)
+    edit_json(copy / schema.MANIFEST, lambda m: m.pop("final_norm"))  # as earlier releases left it
+    dataset.to_post_norm(ours)
 
 
 def test_a_shard_under_another_units_name(made: MadeOutput):
