@@ -24,6 +24,17 @@ from hs_ray.storage import Storage
 log = logging.getLogger(__name__)
 
 BEATS = 4  # heartbeats in one time to live
+# What others read in a lease's file. A process of a host without /proc has no start.
+WRITTEN: dict[str, type | tuple[type, ...]] = {
+    "holder": str,
+    "host": str,
+    "pid": int,
+    "identity": str,
+    "process_start": (str, type(None)),
+    "ttl_s": (int, float),
+    "released": bool,
+}
+RELEASED = '{"released": true}'
 
 
 def _epochs(storage: Storage) -> dict[int, float]:
@@ -127,11 +138,8 @@ class Lease:
 
 
 def _refuse_if_alive(storage: Storage, epoch: int, beat: float) -> None:
-    try:
-        info = json.loads(storage.read_bytes(_lease_path(epoch)))
-    except FileNotFoundError:  # a newer holder has just removed it, and will be seen by `create`
-        return
-    if _is_dead(info):
+    info = _read(storage, epoch)
+    if info is None or _is_dead(info):
         return
     age = storage.now() - beat
     if age < info["ttl_s"]:
@@ -140,6 +148,25 @@ def _refuse_if_alive(storage: Storage, epoch: int, beat: float) -> None:
             f"last sign of life {max(age, 0):.0f} s ago); wait for it or stop it. If it is dead, its lease ends in "
             f"{info['ttl_s'] - age:.0f} s"
         )
+
+
+def _read(storage: Storage, epoch: int) -> dict[str, Any] | None:
+    """What a lease's file says; None for one that a newer holder has just removed, and `create` will see."""
+    path = _lease_path(epoch)
+    try:
+        info = json.loads(storage.read_bytes(path))
+        alive = {} if info["released"] is True else WRITTEN  # of one that was let go nothing else is read
+        wrong = [name for name, kind in alive.items() if not isinstance(info[name], kind)]
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        wrong = [repr(error)]
+    if wrong:  # who holds it cannot be told. Not removed: its number is what stops older attempts
+        raise OutputError(
+            f"output.path = {storage.root}: {path} is damaged ({', '.join(wrong)}), so nobody knows who holds the "
+            f"output; make sure that no other run works on it, then write {RELEASED} into that file"
+        )
+    return dict(info)
 
 
 def check_epoch(storage: Storage, epoch: int) -> None:

@@ -1,5 +1,6 @@
 """Who may commit: one live driver, epochs that only grow, and what attempts leave on disk."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -130,6 +131,26 @@ def test_a_reused_pid_is_not_the_holder(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(lease_module, "_process_start", lambda pid: "1")
         Lease.acquire(storage, 3600, "an earlier process with our pid")
     assert Lease.acquire(storage, 60, "next").epoch == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00", b"null", b"[]", b'{"holder": "x"}', b'{"released": 1}'])
+def test_a_damaged_lease_is_named_and_can_be_let_go(tmp_path: Path, damage: bytes) -> None:
+    """Its holder may live; its number is used, so that removing it would let older attempts commit."""
+    storage, path = open_storage(str(tmp_path)), "_run/leases/000007.json"
+    storage.write(path, damage)
+    with pytest.raises(OutputError, match=rf"{path} is damaged .* then write \{{\"released\": true\}} into that file"):
+        Lease.acquire(storage, 60, "next")
+    storage.write(path, lease_module.RELEASED.encode())
+    assert Lease.acquire(storage, 60, "next").epoch == 8
+
+
+def test_a_lease_with_a_field_of_another_type(tmp_path: Path) -> None:
+    storage, path = open_storage(str(tmp_path)), "_run/leases/000001.json"
+    Lease.acquire(storage, 60, "a")
+    info = json.loads(storage.read_bytes(path))
+    storage.write(path, json.dumps(info | {"identity": "another host", "ttl_s": "60"}).encode())
+    with pytest.raises(OutputError, match=rf"{path} is damaged \(ttl_s\)"):
+        Lease.acquire(storage, 60, "next")
 
 
 def test_clocks_of_two_hosts_are_never_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
