@@ -12,6 +12,7 @@ from hs_ray.storage import Storage
 from hs_ray.verify.conservation import check_conservation, check_failed, check_rejects
 from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.lists import check_files, check_manifest, load_manifest, load_markers
+from hs_ray.verify.marker import check_marker
 from hs_ray.verify.norm import check_final_norm
 from hs_ray.verify.plan import check_plan, planned_samples
 from hs_ray.verify.report import Report
@@ -59,6 +60,7 @@ def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report
         of_marker = Report()
         here = marker.shard in present
         check_failed(marker, planned, here, of_marker)
+        check_marker(marker, spec, planned, of_marker)
         if not here:
             return ShardAudit(of_marker)
         failed = {reject.sample_id for reject in marker.failed}
