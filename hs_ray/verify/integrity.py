@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hs_ray.errors import OutputError
+from hs_ray.errors import HsRayError, OutputError
+from hs_ray.reader import HiddenStatesDataset
 from hs_ray.reader.output import find_shards, run_spec
-from hs_ray.schema import SHARDS, Marker, marker_path
+from hs_ray.schema import MANIFEST, SHARDS, Marker, marker_path
 from hs_ray.storage import Storage
 from hs_ray.verify.conservation import check_conservation, check_failed, check_rejects
 from hs_ray.verify.content import ContentChecks
@@ -46,7 +47,17 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
     _shards(storage, run, [marker for marker in markers.values() if marker.unit in planned.units], report, workers)
     check_conservation(run, markers, complete, report)
     check_rejects(storage, run, markers, complete, planned.lines.keys(), report)
+    if report.ok:
+        _open_as_readers_do(storage, incomplete, report)
     return report
+
+
+def _open_as_readers_do(storage: Storage, incomplete: bool, report: Report) -> None:
+    """An output in which nothing was found is one that can be read; else a check is missing above."""
+    try:
+        HiddenStatesDataset(storage, rank=0, world_size=1, incomplete=incomplete)
+    except HsRayError as error:
+        report.add("reader", MANIFEST, f"refused ({error})")
 
 
 def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report: Report, workers: int | None) -> None:

@@ -1,9 +1,8 @@
 """What says which shards count: markers, the manifest and the folder of shards, against each other and the plan."""
 
-import os
 from collections import Counter
 from itertools import islice
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from hs_ray.errors import ShardError
@@ -100,7 +99,7 @@ def _check_head(manifest: dict[str, Any], run: dict[str, Any], report: Report) -
 def _check_entry(found: dict[str, Any], marker: Marker, report: Report) -> None:
     wanted = {name: getattr(marker, name) for name in ("bytes", "sha256", "samples", "rows", "tokens", "node")}
     for name, value in {"path": marker.shard, **wanted}.items():
-        if found.get(name) != value:
+        if found.get(name) != value or type(found[name]) is not type(value):  # 4.0 is no number of samples
             detail = f"{unit_name(marker.unit)}: {name} is {found.get(name)!r}, its marker says {value!r}"
             report.add("manifest", MANIFEST, detail)
 
@@ -121,20 +120,22 @@ def check_files(storage: Storage, markers: dict[int, Marker], finished: bool, re
     for path in present:
         if path not in named and (finished or not OUR_SHARD.fullmatch(path.rpartition("/")[2])):
             report.add("foreign", path, "no marker names this file")
-    for path in _deeper(storage):
-        report.add("foreign", path, "in a folder below, where other readers of the folder would take it for a shard")
+    for path in _no_files(storage):
+        report.add("foreign", path, "a folder or a link: other readers of shards/ take for shards what is behind it")
     for unit, marker in markers.items():
         if marker.shard is not None and marker.shard not in present and storage.holds(marker.node):
             report.add("file", marker.shard, f"missing, {marker_path(unit)} names it")
 
 
-def _deeper(storage: Storage) -> list[str]:
-    """Files in folders below `shards/`: pyarrow and DuckDB read those, too. A disk only; a store has no folders."""
+def _no_files(storage: Storage) -> list[str]:
+    """What is in `shards/` and no file of its own: pyarrow and DuckDB read what is in folders and behind links, too.
+
+    A disk only; a store has no folders.
+    """
     disks = [storage.shared, storage.visible] if isinstance(storage, PerNodeStorage) else [storage]
     found = set()
     for disk in disks:
         top = disk.local_path(SHARDS) if disk else None
-        for folder, _, names in os.walk(top) if top else ():
-            below = PurePath(folder).relative_to(str(top))
-            found |= {str(SHARDS / below / name) for name in names if below.parts}
+        entries = Path(top).iterdir() if top and Path(top).is_dir() else ()
+        found |= {f"{SHARDS}/{entry.name}" for entry in entries if entry.is_symlink() or not entry.is_file()}
     return sorted(found)

@@ -74,7 +74,7 @@ def _audit(
     except READ_ERRORS as error:
         audit.report.add("file", path, f"not a readable Parquet file ({error})")
         return
-    if footer_fits(parquet, path, run, columns, audit.report):
+    if footer_fits(parquet, path, run, columns, marker, audit.report):
         _Rows(parquet, path, run, columns, planned, audit).check(marker)
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from damage import edit_json, found
-from make_output import REJECT_COLUMNS, MadeOutput, read_marker, write_manifest
+from make_output import REJECT_COLUMNS, MadeOutput, metadata, read_marker, rewrite, write_manifest
 
 from hs_ray import schema
 from hs_ray.schema import Reject
@@ -72,7 +73,7 @@ def test_what_the_manifest_need_not_say(made: MadeOutput):
     """The contract names complete, counts and shards; who failed may be in rejects_by_code or not."""
 
     def change(manifest: dict[str, Any]) -> dict[str, Any]:
-        del manifest["counts"]["units"], manifest["counts"]["rejects_by_code"]
+        del manifest["counts"]["rejects_by_code"]
         return {name: manifest[name] for name in ("complete", "counts", "shards")}
 
     edit_json(made.path / schema.MANIFEST, change)
@@ -130,13 +131,54 @@ def test_a_marker_that_names_the_shard_of_another_unit(made: MadeOutput):
     assert any("which is no shard of unit-000001" in text for text in found(made)["marker"])
 
 
-def test_a_shard_in_a_folder_below(made: MadeOutput):
+def test_folders_and_links_among_the_shards(made: MadeOutput, tmp_path: Path):
+    """Also those whose content no walk from here would see."""
     (made.path / "shards/more/still").mkdir(parents=True)
-    for folder in ("shards/more", "shards/more/still"):
-        shutil.copy(made.shard(0), made.path / folder)
+    shutil.copy(made.shard(0), made.path / "shards/more/still")
+    (tmp_path / "elsewhere").mkdir()
+    (made.path / "shards/link").symlink_to(tmp_path / "elsewhere")
+    (made.path / "shards/nowhere").symlink_to(tmp_path / "nothing")
     told = found(made)
-    assert told.keys() == {"foreign"} and len(told["foreign"]) == 2
-    assert told["foreign"][0].startswith("shards/more/still/unit-000000-0001-aaaa.parquet: in a folder below")
+    assert told.keys() == {"foreign"}
+    assert [text.partition(":")[0] for text in told["foreign"]] == ["shards/link", "shards/more", "shards/nowhere"]
+
+
+# ---- what readers refuse ----
+
+
+@pytest.mark.parametrize("name", ["samples", "tokens", "bytes"])
+def test_numbers_that_are_no_whole_ones(made: MadeOutput, name: str):
+    edit_json(made.path / schema.MANIFEST, lambda m: m["shards"][0].update({name: float(m["shards"][0][name])}))
+    edit_json(made.path / schema.MANIFEST, lambda m: m["counts"].update({name: float(m["counts"][name])}))
+    problems = found(made)
+    assert problems.keys() == {"manifest", "conservation"}
+
+
+def test_what_only_the_reader_refuses(made: MadeOutput):
+    edit_json(made.path / schema.MANIFEST, lambda manifest: manifest["counts"].pop("units") and None)
+    assert "counts.units and counts.committed must be whole numbers" in found(made)["reader"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("unit", 2),
+        ("attempt", "0001-bbbb"),
+        ("dtype", "float16"),
+        ("byte_order", "big"),
+        ("format_version", 2),
+        ("hidden_size", 64.0),
+        ("model", None),
+        ("revision", "main"),
+        ("versions", {"sglang": "0.5.17"}),
+    ],
+)
+def test_what_a_shard_says_of_itself(made: MadeOutput, monkeypatch: pytest.MonkeyPatch, name: str, value: Any):
+    right = metadata(made)
+    monkeypatch.setattr("make_output.metadata", lambda made: right | {name: value})
+    rewrite(made, 1, lambda rows: rows)
+    problems = found(made)
+    assert problems.keys() == {"footer"} and f"{name}" in problems["footer"][0]
 
 
 # ---- lines without states ----

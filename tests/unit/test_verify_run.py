@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from damage import copied, edit_json, found
-from make_output import MadeOutput, make_output
+from make_output import MadeOutput, make_output, metadata
 
 from hs_ray import schema
 from hs_ray.model import model_digest
@@ -39,6 +39,8 @@ def whole_output(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("make_output.FINGERPRINT", digest)
+        versions = {"sglang": "0.5.23", "patch": "abc"}
+        patch.setattr("make_output.metadata", lambda made: metadata(made) | {"versions": versions})
         made = make_output(path)
 
     def complete(run: dict[str, Any]) -> None:
