@@ -7,6 +7,7 @@ The keys are in `config_schema`, the checks of meaning in `config_checks`.
 """
 
 import dataclasses
+import errno
 import re
 import sys
 import types
@@ -264,4 +265,9 @@ def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int]
             raise
         print(f"\n{error}\n", file=sys.stderr, flush=True)
         code = error.exit_code
+    except OSError as error:
+        if error.errno != errno.EIO:  # a disk, or a store that was asked for ten minutes: no fault of the code
+            raise
+        print(f"\n{config_name} failed: {error}; run the same command again\n", file=sys.stderr, flush=True)
+        code = 1
     sys.exit(code)

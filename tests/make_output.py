@@ -235,7 +235,7 @@ def write_unit(
     path = made.shard(unit)
     codecs: dict[str, Any] = {name: "zstd" if name.endswith("_hi") else "none" for name in shard_schema.names}
     with pq.ParquetWriter(
-        path, shard_schema, compression=codecs, use_dictionary=False, write_statistics=False, write_page_checksum=True
+        path, shard_schema, compression=codecs, use_dictionary=False, write_statistics=False
     ) as writer:
         for row in rows:
             writer.write_table(pa.Table.from_pylist([_stored(row, made)], schema=shard_schema), row_group_size=1)

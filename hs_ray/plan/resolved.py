@@ -130,7 +130,7 @@ def fingerprint(
         "capture.final": resolved.spec.final,
         "max_seq_len": job.max_seq_len,
         "on_too_long": plain["on_too_long"],
-        "input.path": _digest(content_digests(sources)),
+        "input.path": digest(content_digests(sources)),
         "input.format": [source.format for source in sources],
         "input.id_key": job.input.id_key,
         "input.limit": job.input.limit,
@@ -143,7 +143,7 @@ def fingerprint(
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in parts.items()
     }
-    return _digest(texts), texts
+    return digest(texts), texts
 
 
 def without_weights(
@@ -159,7 +159,7 @@ def without_weights(
     if there is None or any(then.get(name, now) != now for name, now in known if name not in OF_THE_PLACE):
         return key
     parts = key[1] | {"model.path": there}
-    return _digest(parts), parts
+    return digest(parts), parts
 
 
 def differing_keys(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -168,5 +168,5 @@ def differing_keys(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return [f"{key} = {new.get(key)} (was {old.get(key)})" for key in keys if old.get(key) != new.get(key)]
 
 
-def _digest(parts: Mapping[str, str]) -> str:
+def digest(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

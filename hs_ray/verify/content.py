@@ -71,7 +71,7 @@ def probe_sample(
 
 
 class ContentChecks:
-    """Takes probes one by one, in bounded memory."""
+    """Takes probes one by one. Keeps two digests a sample, and the states of MAX_PREFIXES prefixes."""
 
     def __init__(self) -> None:
         self._marks: dict[bytes, tuple[bytes, str]] = {}

@@ -7,8 +7,7 @@ from typing import Any
 from hs_ray.errors import ConfigError
 
 # What a start compares with run.json; an audit must not have another idea of it.
-from hs_ray.plan.resolved import NEUTRAL_ENGINE_ARGS
-from hs_ray.plan.resolved import _digest as digest_of_parts
+from hs_ray.plan.resolved import NEUTRAL_ENGINE_ARGS, digest
 from hs_ray.reader.output import load_run, run_spec
 from hs_ray.schema import RUN_JSON, Marker, layer_spellings, resolve_layers
 from hs_ray.storage import Storage
@@ -67,7 +66,7 @@ def _fingerprint(run: dict[str, Any], parts: Any, markers: Mapping[int, Marker],
     told: str = run["fingerprint"]
     theirs = {marker.fingerprint for marker in markers.values()}
     common = theirs.pop() if len(theirs) == 1 else None
-    computed = digest_of_parts(parts) if parts and isinstance(parts, dict) else told  # older outputs: none, or empty
+    computed = digest(parts) if parts and isinstance(parts, dict) else told  # older outputs: none, or empty
     if computed != told:
         detail = f"fingerprint is {told[:16]}..., that of its fingerprint_parts is {computed[:16]}..."
         report.add("fingerprint", RUN_JSON, detail)

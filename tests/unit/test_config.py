@@ -1,5 +1,6 @@
 """The command line: what is accepted, and the exact text for what is not."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -302,6 +303,20 @@ def test_the_demo_output_is_for_the_demo_input(
         run_job(ExtractJob, "extract", lambda job: seen.append(job) or 0, checked=False)
     assert seen[0].output.path == path
     assert bool(check(seen[0])) == (path is None)
+
+
+def test_an_unwell_store_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["verify.py"])
+
+    def body(job: VerifyJob) -> int:
+        raise OSError(errno.EIO, "shards/a: get_object: still failing after 600 s")
+
+    with pytest.raises(SystemExit) as left:
+        run_job(VerifyJob, "verify", body)
+    assert left.value.code == 1
+    assert capsys.readouterr().err.strip() == (
+        "verify failed: [Errno 5] shards/a: get_object: still failing after 600 s; run the same command again"
+    )
 
 
 def test_run_help_and_cfg() -> None:
