@@ -25,7 +25,7 @@ from hs_ray.export.modelopt import ModelOptExporter
 from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
-from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
+from hs_ray.reader import HiddenStatesDataset, Output
 from hs_ray.schema import RUN_JSON, SHARDS
 from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
@@ -263,7 +263,7 @@ def export_unit(task: _Task) -> UnitResult:
     """All samples of one shard; those whose file is there are only counted."""
     dataset, exporter, folder = task.dataset, task.exporter, Path(task.folder)
     shard = dataset.output.shards[task.index]
-    norm = load_final_norm(dataset.output.storage) if exporter.needs_norm else None
+    norm = dataset.to_post_norm if exporter.needs_norm else None  # loaded once, by the first that needs it
     heads, written, size = [], 0, 0
     for number in range(task.first, task.first + shard.samples):
         head = dataset.read(number, columns=())

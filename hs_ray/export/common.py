@@ -5,7 +5,7 @@ Shapes: S tokens, A auxiliary layers, H hidden_size.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from hs_ray.errors import ConfigError, OutputError, ShardError
-from hs_ray.reader import FinalNorm, Output
+from hs_ray.reader import Output
 from hs_ray.schema import FINAL_NORM, STATE_BYTES
 
+Norm = Callable[[torch.Tensor], torch.Tensor]  # final_pre_norm [S, H] -> final_post_norm
 TMP = ".hs_ray_tmp"  # in the target folder; no trainer looks for names like that
 
 
@@ -133,7 +134,7 @@ class Exporter(ABC):
     def finish(self, folder: Path, totals: Totals, draft_vocab_size: int | None) -> None:  # noqa: B027
         """Files that belong to the whole export."""
 
-    def record(self, number: int, sample: dict[str, Any], norm: FinalNorm | None) -> Record:
+    def record(self, number: int, sample: dict[str, Any], norm: Norm | None) -> Record:
         """Check a sample and put it together. Raises ShardError for what a trainer would swallow silently."""
         check_sample(sample, self.columns, self.hidden_size, self.vocab_size)
         final = sample[self.final_column]

@@ -114,7 +114,8 @@ def _parts(storage: Storage, units: int, per_file: int, report: Report) -> list[
         else:
             report.add("plan", path, f"no file of the plan, which has {units} units, {per_file} in a file")
     if len(found) < number:
-        first = next(part for part in range(number) if part not in set(found))
+        there = set(found)
+        first = next(part for part in range(number) if part not in there)
         detail = f"missing; {number - len(found)} of the plan's {number} files are"
         report.add("plan", part_path(first, 1), detail)
     return sorted(found)
