@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hs_ray.reader import HiddenStatesDataset
-from hs_ray.schema import FINAL_NORM, CaptureSpec
+from hs_ray.schema import FINAL_NORM, MANIFEST, CaptureSpec
 from hs_ray.storage import open_storage
 from hs_ray.verify import argmax, verify_integrity, verify_reference
 
@@ -127,7 +127,9 @@ def test_argmax_agrees_with_the_engine_and_not_with_another_norm(output: Path, t
     copy = shutil.copytree(output, tmp_path / "copy")
     with safe_open(copy / FINAL_NORM, framework="pt") as file:
         weight, metadata = torch.ones_like(file.get_tensor("weight")), file.metadata()
-    del metadata["sha256"]  # its own digest would give it away
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del metadata["sha256"], manifest["final_norm"]  # its own digest would give it away, and the run's
+    (copy / MANIFEST).write_text(json.dumps(manifest))
     save_file({"weight": weight}, copy / FINAL_NORM, metadata=metadata)
     wrong = argmax.verify_argmax(str(copy), samples=99)
     assert [problem.check for problem in wrong.problems] == ["logprobs"], wrong.table
