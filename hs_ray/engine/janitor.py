@@ -154,7 +154,7 @@ class Family:
             for pid in self.members:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(GLANCE_SECONDS)
+            time.sleep(GLANCE_SECONDS)  # what is killed goes a moment later, and only its parent is told
         others = _parents().keys() - self.members.keys()
         _unlink(self.files - set().union(*map(_mapped, others)))
 

@@ -34,7 +34,7 @@ def of_rows(columns: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], RowSta
 
 
 @triton.jit
-def _one_row(  # type: ignore[no-untyped-def]
+def _one_row(  # type: ignore[no-untyped-def]  # triton's pointers and blocks have no types
     column, row_stride, channel_stride, packed, norms, peaks, sums, width, block: tl.constexpr, pack: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

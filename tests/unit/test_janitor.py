@@ -67,7 +67,7 @@ mapping = "import mmap, os, sys, time; fd = os.open(sys.argv[1], os.O_RDWR | os.
 mapping += "kept = mmap.mmap(fd, 4096); print(os.getpid(), flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", mapping, sys.argv[1]], stdout=subprocess.PIPE)
 os.write(1, child.stdout.readline())
-time.sleep(0.5)
+time.sleep(0.5)  # long enough to be seen, shorter than the two seconds between two looks; nothing says that it was
 child.kill()
 """
 ANNOUNCED = """

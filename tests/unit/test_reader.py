@@ -1,7 +1,6 @@
 """hs_ray.reader on small outputs: values, order, sharding. Resuming and errors: test_reader_{resume,damage}.py."""
 
 import dataclasses
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +17,10 @@ from hs_ray.errors import ConfigError
 from hs_ray.reader import HiddenStatesDataset, collate
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("reader") / "out", final="both")
-
-
 @pytest.fixture
-def copy(made: MadeOutput, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(made.path, tmp_path / "out"))
+def made(both_output: MadeOutput) -> MadeOutput:
+    """Shared: what damages it takes `copy`."""
+    return both_output
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 from make_output import FAILED, MadeOutput, flip_byte, make_output
 from safetensors.torch import save_file
+from test_reader import bits, ids
 
 from hs_ray import schema
 from hs_ray.errors import OutputError, ShardError
@@ -23,23 +23,10 @@ from hs_ray.reader import HiddenStatesDataset
 from hs_ray.weights import norm_digest
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
-    return make_output(tmp_path_factory.mktemp("reader") / "out", final="both")
-
-
 @pytest.fixture
-def copy(made: MadeOutput, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(made.path, tmp_path / "out"))
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.view(torch.uint16).numpy()
-
-
-def ids(samples) -> list[str]:
-    return [sample["sample_id"] for sample in samples]
+def made(both_output: MadeOutput) -> MadeOutput:
+    """Shared: what damages it takes `copy`."""
+    return both_output
 
 
 def test_no_output(tmp_path: Path):
