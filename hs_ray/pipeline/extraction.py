@@ -11,7 +11,7 @@ from threading import Event
 import ray
 import ray.data
 
-from hs_ray.errors import HsRayError, RunError
+from hs_ray.errors import HsRayError
 from hs_ray.pipeline.actor import START_DEATHS, ActorJob, HiddenStateExtractor, UnitError
 from hs_ray.pipeline.board import new_board
 from hs_ray.pipeline.history import History
@@ -38,8 +38,7 @@ class Extraction:
 def extract_units(extraction: Extraction) -> Generator[Marker]:
     """Run the units and give their markers as they are committed. Ends the engines before it returns.
 
-    Raises the HsRayError that an actor raised, RunError for another's (a disk's, a store's), or HsRayError with what
-    Ray says.
+    Raises the HsRayError or OSError (a disk's, a store's) that an actor raised, or HsRayError with what Ray says.
     """
     _configure()
     board = new_board()
@@ -104,14 +103,12 @@ def _dataset(extraction: Extraction, board: object) -> ray.data.Dataset:
     return mapped
 
 
-def _cause(error: BaseException) -> HsRayError:
+def _cause(error: BaseException) -> HsRayError | OSError:
     """What an actor raised, below Ray's wrappers."""
     inner = getattr(error, "cause", None)
     raised = inner.args[0] if isinstance(inner, UnitError) else inner
-    if isinstance(raised, HsRayError):
+    if isinstance(raised, HsRayError | OSError):  # of an unwell disk or store the driver tells
         return raised
-    if isinstance(raised, OSError):
-        return RunError(f"the run failed: {type(raised).__name__}: {raised}; run the same command again to resume")
     return HsRayError(f"the run failed: {error}; run the same command again to resume")
 
 
