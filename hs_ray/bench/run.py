@@ -29,7 +29,8 @@ def resolve_bench(job: BenchJob) -> Setting:
     check_arguments(job.engine.args)
     options = fit_ring(engine_options(resolved, patch.release, _device(job), longest), node_memory())
     options = EngineOptions(**{**vars(options), "model_path": local_weights(resolved.model)})
-    return Setting(options, job.bench.path or "/dev/shm", units_at_once(job), job.output.compression.value)
+    compression = job.output.compression.value
+    return Setting(options, job.bench.path or "/dev/shm", units_at_once(job), resolved.unit_tokens, compression)
 
 
 def _device(job: BenchJob) -> str:

@@ -21,12 +21,12 @@ from hs_ray.engine.engine import HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
 from hs_ray.engine.ticket import Ticket
 from hs_ray.extract import extract_unit
+from hs_ray.plan.files import unit_buckets
 from hs_ray.schema import Sample
 from hs_ray.storage import Storage, open_storage
 from hs_ray.writer import ShardWriter
 
 SHARE = 8  # transformers gets one in so many of the prompts
-UNIT_TOKENS = 32_768  # 1 GiB of four states at hidden 4096
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Setting:
     options: EngineOptions
     folder: str  # where capture + write writes
     writers: int  # units in the engine at once, as in the job
+    unit_tokens: int  # of a unit, as in the job's plan
     compression: str = "none"
 
 
@@ -98,8 +99,9 @@ class CaptureWrite(Capture):
 
     def _run(self, prompts: Prompts) -> float:
         storage = open_storage(self.folder)
+        units = _units(prompts, self.setting.unit_tokens)
         with ThreadPoolExecutor(self.setting.writers) as pool:
-            return sum(pool.map(lambda item: self._unit(storage, *item), enumerate(_units(prompts))))
+            return sum(pool.map(lambda item: self._unit(storage, *item), enumerate(units)))
 
     def _unit(self, storage: Storage, unit: int, samples: list[Sample]) -> float:
         writer = ShardWriter(
@@ -110,16 +112,14 @@ class CaptureWrite(Capture):
         return waited
 
 
-def _units(prompts: Prompts) -> list[list[Sample]]:
-    units: list[list[Sample]] = []
-    room = 0
-    for line, ids in enumerate(prompts):
-        if len(ids) > room:
-            units.append([])
-            room = UNIT_TOKENS
-        units[-1].append(Sample(f"s{line}", "bench", line, ids, np.ones(len(ids), np.uint8)))
-        room -= len(ids)
-    return units
+def _units(prompts: Prompts, unit_tokens: int) -> list[list[Sample]]:
+    """As a job's plan cuts them."""
+    units: dict[int, list[Sample]] = {}
+    buckets = unit_buckets(np.array([len(ids) for ids in prompts]), unit_tokens)
+    for line, (ids, bucket) in enumerate(zip(prompts, buckets.tolist(), strict=True)):
+        sample = Sample(f"s{line}", "bench", line, ids, np.ones(len(ids), np.uint8))
+        units.setdefault(bucket, []).append(sample)
+    return list(units.values())
 
 
 class Transformers:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hs_ray.config import parse_bytes
 from hs_ray.inputs.read import BLANK, REJECT, SAMPLE, SOURCE_KEY
 from hs_ray.plan.files import PLAN, UNITS_PER_FILE, RejectFile, UnitFiles
 from hs_ray.plan.resolved import ResolvedJob
@@ -57,9 +56,8 @@ def build_plan(
     A unit ends at the sample border that is nearest to a multiple of `output.shard_bytes` of states.
     storage None: count, and write nothing (a dry run). A full disk is waited for; on_wait: called meanwhile.
     """
-    unit_tokens = max(1, parse_bytes(resolved.job.output.shard_bytes) // resolved.spec.bytes_per_token)
     with contextlib.ExitStack() as stack:
-        units = stack.enter_context(UnitFiles(storage, unit_tokens, on_wait))
+        units = stack.enter_context(UnitFiles(storage, resolved.unit_tokens, on_wait))
         rejects = stack.enter_context(RejectFile(storage, on_wait))
         plan = _Planner(resolved, units, rejects)
         for table in tables:

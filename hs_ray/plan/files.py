@@ -45,6 +45,14 @@ def part_path(unit: int, units_per_file: int = UNITS_PER_FILE) -> str:
     return f"{SAMPLES}/part-{unit // units_per_file:05d}.parquet"
 
 
+def unit_buckets(sizes: np.ndarray, unit_tokens: int, before: int = 0) -> np.ndarray:
+    """sizes: tokens of samples that follow `before` tokens -> a number for each, the same for those of one unit.
+
+    A sample's bucket is where its middle falls among all tokens: one running total is enough to know it.
+    """
+    return (before + np.cumsum(sizes) - (sizes + 1) // 2) // unit_tokens
+
+
 class UnitFiles:
     """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file. storage None: units are only counted.
 
@@ -61,10 +69,9 @@ class UnitFiles:
         self._file: _ParquetFile | None = None
 
     def add(self, samples: pa.Table, sizes: np.ndarray) -> None:
-        """A sample's bucket is where its middle falls among all tokens: one running total is enough to know it."""
-        ends = self._tokens + np.cumsum(sizes)
-        self._tokens = int(ends[-1])
-        buckets = (ends - (sizes + 1) // 2) // self.unit_tokens
+        """The samples that come next, in order, and how many tokens each has."""
+        buckets = unit_buckets(sizes, self.unit_tokens, self._tokens)
+        self._tokens += int(sizes.sum())
         borders = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(sizes)]
         for first, last in pairwise(borders):
             if buckets[first] != self._bucket:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hs_ray.config import ExtractJob, ModelConfig, OnTooLong, check, to_plain
+from hs_ray.config import ExtractJob, ModelConfig, OnTooLong, check, parse_bytes, to_plain
 from hs_ray.errors import ConfigError, UserError
 from hs_ray.inputs import Source, TokenizeSettings, content_digests, overlaps
 from hs_ray.model import ModelInfo, chat_template, resolve_model, tokenizer_digest, tokenizer_files_digest
@@ -47,6 +47,11 @@ class ResolvedJob:
     def pinned_model(self) -> ModelConfig:
         """For other nodes: of a hub model the commit that the driver found, whatever is pushed during the run."""
         return replace(self.job.model, revision=self.model.revision)
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that a unit, which becomes one shard, aims at."""
+        return max(1, parse_bytes(self.job.output.shard_bytes) // self.spec.bytes_per_token)
 
     @property
     def tokenize_settings(self) -> TokenizeSettings:

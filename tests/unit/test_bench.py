@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hs_ray.bench import plot, run
+from hs_ray.bench import plot, run, ways
 from hs_ray.bench.timing import HEAD, compare, format_row
 from hs_ray.config import BenchJob, load
 from hs_ray.errors import ConfigError
@@ -77,3 +78,14 @@ def test_bars_are_as_long_as_the_rates() -> None:
     assert "&lt;other&gt;" in svg
     widths = [float(part.split('"')[1]) for part in svg.split("<rect")[2:] for part in [part[part.index("width") :]]]
     assert widths[0] == pytest.approx(4 * widths[1], rel=0.01)
+
+
+def test_units_are_those_of_the_jobs_plan(tiny_random: Path) -> None:
+    """As many tokens as `output.shard_bytes` holds: a wider model's units have fewer, and its last one ends sooner."""
+    asked = [f"model.path={tiny_random}", "engine.device=cpu", "max_seq_len=64", "bench.prompt_tokens=[64]"]
+    job = load(BenchJob, "bench", [*asked, "output.shard_bytes=100KiB"], checked=False)
+    setting = run.resolve_bench(job)
+    assert setting.unit_tokens == 100 * 2**10 // setting.options.spec.bytes_per_token
+    prompts = [np.zeros(length, np.int32) for length in (60, 64, 1, 30, 64, 64, 5)]
+    units = ways._units(prompts, unit_tokens=100)
+    assert [[len(sample.input_ids) for sample in unit] for unit in units] == [[60, 64], [1, 30, 64], [64, 5]]
