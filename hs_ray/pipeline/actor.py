@@ -116,6 +116,7 @@ class HiddenStateExtractor:
         self.gate = Gate()
         self.metrics = Metrics(self.name, node)
         self.engine: HiddenStateEngine | None = None
+        self._canary_s = 0.0  # busy seconds that no unit's tokens belong to
         self._failure: Exception | None = None
         self._attempts: set[str] = set()  # that this process began; its notes of them may outlive an unwell store
         actor = ray.get_runtime_context().get_actor_id()
@@ -155,6 +156,7 @@ class HiddenStateExtractor:
         if self.job.canary:
             self.reporter.set("canary")
             canary.check(engine)
+            self._canary_s = engine.busy_s
         return engine
 
     def _options(self) -> EngineOptions:
@@ -171,8 +173,9 @@ class HiddenStateExtractor:
 
     def _refresh(self, state: EngineState) -> None:
         if self.engine is not None:
-            self.metrics.busy(self.engine.busy_s - state.busy_s)
-            state.busy_s = self.engine.busy_s
+            busy_s = self.engine.busy_s - self._canary_s
+            self.metrics.busy(busy_s - state.busy_s)
+            state.busy_s = busy_s
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         if self._failure is not None:
