@@ -18,7 +18,6 @@ from safetensors.torch import save
 from hs_ray.errors import HsRayError, LostLeaseError, OutputError
 from hs_ray.lease import Lease, begin_attempt
 from hs_ray.manifest import (
-    REJECTS_PER_FILE,
     MarkerIndex,
     build_manifest,
     clean_leftovers,
@@ -295,8 +294,7 @@ def test_manifest_of_an_unfinished_run(storage: Storage) -> None:
 
 
 def test_many_rejects_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hs_ray.manifest.REJECTS_PER_FILE", 2)
-    assert REJECTS_PER_FILE > 2
+    monkeypatch.setattr("hs_ray.manifest.build.REJECTS_PER_FILE", 2)
     storage = open_storage(str(tmp_path))
     write_rejected(storage, [Reject(None, "a", n, "json", "") for n in range(5)])
     build_manifest(storage, run_json(0, lines=5, rejected=5), {})
