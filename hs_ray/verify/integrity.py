@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hs_ray.errors import HsRayError, OutputError
-from hs_ray.reader import HiddenStatesDataset
+from hs_ray.reader import FinalNorm, HiddenStatesDataset
 from hs_ray.reader.output import find_shards, run_spec
 from hs_ray.schema import MANIFEST, SHARDS, Marker, marker_path
 from hs_ray.storage import Storage
@@ -42,9 +42,10 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
     if complete:
         check_manifest(complete, markers, run, report)
     check_files(storage, markers, bool(manifest), report)
-    check_final_norm(storage, run_spec(run), report)
+    norm = check_final_norm(storage, run_spec(run), report)
     planned = check_plan(storage, run, report)
-    _shards(storage, run, [marker for marker in markers.values() if marker.unit in planned.units], report, workers)
+    readable = [marker for marker in markers.values() if marker.unit in planned.units]
+    _shards(storage, run, readable, norm, report, workers)
     check_conservation(run, markers, complete, report)
     check_rejects(storage, run, markers, complete, planned.lines.keys(), report)
     if report.ok:
@@ -60,7 +61,14 @@ def _open_as_readers_do(storage: Storage, incomplete: bool, report: Report) -> N
         report.add("reader", MANIFEST, f"refused ({error})")
 
 
-def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report: Report, workers: int | None) -> None:
+def _shards(
+    storage: Storage,
+    run: dict[str, Any],
+    markers: list[Marker],
+    norm: FinalNorm | None,
+    report: Report,
+    workers: int | None,
+) -> None:
     """Audit units in parallel (hashing and array work let other threads run), compare their samples in order."""
     spec = run_spec(run)
     present = {info.path for info in storage.list(SHARDS)}
@@ -76,7 +84,7 @@ def _shards(storage: Storage, run: dict[str, Any], markers: list[Marker], report
             return ShardAudit(of_marker)
         failed = {reject.sample_id for reject in marker.failed}
         samples = [sample for sample in planned if sample.sample_id not in failed]
-        of_shard = audit_shard(storage, run, spec.columns, marker, samples)
+        of_shard = audit_shard(storage, run, spec.columns, marker, samples, norm)
         of_shard.report.merge(of_marker)
         of_shard.report.count("shards")
         return of_shard

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hs_ray.errors import HsRayError
+from hs_ray.reader import FinalNorm
 from hs_ray.reader.shard import READ_ERRORS, decode_state
 from hs_ray.schema import (
     STATE_BYTES,
@@ -21,10 +22,12 @@ from hs_ray.schema import (
 from hs_ray.storage import Storage
 from hs_ray.verify.content import SampleProbe, probe_sample
 from hs_ray.verify.footer import footer_fits
+from hs_ray.verify.norm import LIMIT, norm_error
 from hs_ray.verify.planned import SMALL, PlannedRows
 from hs_ray.verify.report import Report
 from hs_ray.verify.rows import measure, repeated_rows, stats_differ
 
+AFTER = "final_post_norm"
 EMBEDDINGS = "hidden_0"  # zeros and repeats are the model's own there
 
 
@@ -37,16 +40,21 @@ class ShardAudit:
 
 
 def audit_shard(
-    storage: Storage, run: dict[str, Any], columns: tuple[str, ...], marker: Marker, planned: list[Sample]
+    storage: Storage,
+    run: dict[str, Any],
+    columns: tuple[str, ...],
+    marker: Marker,
+    planned: list[Sample],
+    norm: FinalNorm | None,
 ) -> ShardAudit:
     """All checks that need one shard alone.
 
-    planned: the unit's samples that should be in it.
+    planned: the unit's samples that should be in it; norm: None where it cannot be applied.
     """
     audit = ShardAudit()
     path = str(marker.shard)
     try:
-        _audit(storage, run, columns, marker, planned, audit)
+        _audit(storage, run, columns, marker, planned, norm, audit)
     except HsRayError:  # the store, not the file
         raise
     except Exception as error:  # noqa: BLE001  damage can surface as anything, and must not hide the other shards' results
@@ -60,6 +68,7 @@ def _audit(
     columns: tuple[str, ...],
     marker: Marker,
     planned: list[Sample],
+    norm: FinalNorm | None,
     audit: ShardAudit,
 ) -> None:
     path = str(marker.shard)
@@ -75,7 +84,7 @@ def _audit(
         audit.report.add("file", path, f"not a readable Parquet file ({error})")
         return
     if footer_fits(parquet, path, run, columns, marker, audit.report):
-        _Rows(parquet, path, run, columns, planned, audit).check(marker)
+        _Rows(parquet, path, run, columns, planned, norm, audit).check(marker)
 
 
 def _load(storage: Storage, path: str) -> pa.Buffer:
@@ -94,10 +103,11 @@ class _Rows:
         run: dict[str, Any],
         columns: tuple[str, ...],
         planned: list[Sample],
+        norm: FinalNorm | None,
         audit: ShardAudit,
     ):
         self.parquet, self.path, self.columns, self.planned, self.audit = parquet, path, columns, planned, audit
-        self.report = audit.report
+        self.norm, self.report = norm, audit.report
         self.hidden: int = run["spec"]["hidden_size"]
         self.last = f"hidden_{run['spec']['num_hidden_layers']}"
         self.vocab: int = run["model"]["vocab_size"]
@@ -121,6 +131,7 @@ class _Rows:
             counts["tokens"] += row["num_tokens"]
             rows.add(number, row)
             states = self._states(number, row, table)
+            self._against_norm(f"row {number}, sample {row['sample_id']!r}", states)
             if row["token_start"] == 0 and len(states) == len(self.columns):
                 probe = probe_sample(row["sample_id"], self.path, row["input_ids"], states, self.last)
                 self.audit.probes.append(probe)
@@ -178,6 +189,17 @@ class _Rows:
             piece = state_checksum(states[name], row["token_start"])
             of_sample[name] = (of_sample.get(name, 0) + piece) % 2**64
         return states
+
+    def _against_norm(self, where: str, states: dict[str, np.ndarray]) -> None:
+        """Where the state before the final norm and the one after it were both kept, one is the norm of the other."""
+        before = next((name for name in ("final_pre_norm", self.last) if name in states), None)
+        if self.norm is None or before is None or AFTER not in states:
+            return
+        self.report.count("norms")
+        token, difference = norm_error(self.norm, states[before], states[AFTER])
+        if difference > LIMIT:
+            detail = f"token {token}: {AFTER} is not the norm of {before}, it differs by {difference:.2g}"
+            self.report.add("columns", self.path, f"{where}, {detail}, {LIMIT:g} allowed")
 
     def _against_checksums(self, marker: Marker) -> None:
         """Every bit is the one that the device computed, for this sample and this column.

@@ -43,6 +43,7 @@ def test_a_sound_output_passes(tmp_path: Path, compression: str):
     assert report.counts["samples"] == 11 and report.counts["failed"] == 1 and report.counts["rejected"] == 2
     assert report.counts["tokens"] == sum(made.samples[i].num_tokens for i in made.committed)
     assert report.counts["checksums"] == 11 * len(made.spec.columns)
+    assert report.counts["norms"] == 11
 
 
 def test_pieces_pass_and_a_lost_piece_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -68,7 +68,7 @@ def flip_each(path: str) -> None:
         data[at] ^= 1 << at % 8
         storage.write(str(marker.shard), bytes(data))
         fitting = dataclasses.replace(marker, sha256=hashlib.sha256(data).hexdigest())
-        audit_shard(storage, run, tuple(run["spec"]["columns"]), fitting, planned)
+        audit_shard(storage, run, tuple(run["spec"]["columns"]), fitting, planned, norm=None)
     print(len(good) - footer)
 
 

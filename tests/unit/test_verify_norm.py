@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from damage import edit_json, flip_bit, found
-from make_output import H, MadeOutput, make_output, write_norm
+from make_output import H, MadeOutput, N, make_output, rewrite, write_norm
 
 from hs_ray import schema
 from hs_ray.model import ModelInfo
@@ -14,7 +16,10 @@ from hs_ray.pipeline.driver import _write_final_norm
 from hs_ray.reader import FinalNorm, load_final_norm
 from hs_ray.storage import open_storage
 from hs_ray.verify import verify_reference
+from hs_ray.verify.norm import LIMIT, norm_error
 from hs_ray.weights import norm_digest
+
+Rows = list[dict[str, Any]]
 
 
 def norm_of(made: MadeOutput) -> FinalNorm:
@@ -103,6 +108,60 @@ def test_the_reference_knows_the_norm(made: MadeOutput):
     assert "is not the model's final norm" in problems[0].detail
     (made.path / schema.FINAL_NORM).unlink()
     assert [problem.check for problem in verify_reference(str(made.path), samples=1).problems] == ["norm"]
+
+
+# ---- the states before and after it ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "final", "before"), [((2,), "both", "final_pre_norm"), ((2, N), "post_norm", "hidden_8")]
+)
+@pytest.mark.parametrize("damage", ["shifted", "exchanged", "without weight"])
+def test_after_is_the_norm_of_before(tmp_path: Path, layers: tuple[int, ...], final: str, before: str, damage: str):
+    """What the capture takes wrongly, the device's checksums are of: only the one column against the other tells."""
+    made = make_output(tmp_path / "out", layers=layers, final=final)
+    assert found(made) == {}
+    after, unit_norm = "final_post_norm", FinalNorm(torch.ones(H), 1e-6, "rms_norm")
+
+    def change(rows: Rows) -> Rows:
+        row = rows[2]  # 64 tokens and more
+        if damage == "shifted":
+            row[after] = np.roll(row[after], 1, axis=0)
+        elif damage == "exchanged":
+            row[before], row[after] = row[after], row[before]
+        else:
+            bits = torch.from_numpy(row[before].view(np.int16)).view(torch.bfloat16)
+            row[after] = unit_norm(bits).view(torch.int16).numpy().view(np.uint16)
+        return rows
+
+    rewrite(made, 0, change, fit_checksums=True)
+    problems = found(made)
+    assert problems.keys() <= {"columns", "prefix"} and len(problems["columns"]) == 1
+    assert "sample 'id-2', token " in problems["columns"][0]
+    assert f"{after} is not the norm of {before}, it differs by " in problems["columns"][0]
+
+
+def test_a_nan_is_told_once(tmp_path: Path):
+    made = make_output(tmp_path / "out", final="both")
+
+    def change(rows: Rows) -> Rows:
+        for name in ("final_pre_norm", "final_post_norm"):
+            rows[0][name][20, 5] = 0x7FC0
+        return rows
+
+    rewrite(made, 0, change, fit_checksums=True)
+    assert found(made).keys() == {"nonfinite"}
+
+
+def test_the_fused_kernels_rounding_is_allowed():
+    """It takes the norm of the sum of two states before it rounds that sum to bf16."""
+    parts = torch.randn(2, 500, 256).bfloat16().float() * torch.logspace(-2, 2, 500)[:, None]
+    total = parts.sum(0)
+    total[:, 7] *= 200  # an outlier channel, as large models have them
+    norm = FinalNorm(torch.randn(256), 1e-6, "rms_norm")
+    pre, post = (x.bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (total, norm(total)))
+    assert norm_error(norm, pre, post)[1] < LIMIT / 5
+    assert norm_error(norm, pre, np.roll(post, 1, axis=0))[1] > LIMIT * 5
 
 
 def _run(made: MadeOutput) -> dict[str, dict[str, str]]:
