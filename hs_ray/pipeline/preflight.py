@@ -8,6 +8,7 @@ from hs_ray import prove
 from hs_ray.config import ExtractJob, OnExisting
 from hs_ray.engine import patching
 from hs_ray.engine.arguments import check_arguments
+from hs_ray.engine.models import entry_for
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.inputs import Source, list_sources
 from hs_ray.model import ModelInfo
@@ -53,7 +54,8 @@ def preflight(job: ExtractJob) -> Preflight:
         raise ConfigError(problems)
     if job.output.node_path:
         storage = PerNodeStorage(storage, job.output.node_path)
-    return Preflight(resolved, sources, versions, storage)
+    way = entry_for(resolved.model.architecture, versions["sglang"])
+    return Preflight(resolved, sources, versions | {"capture": str(way)}, storage)
 
 
 def _check_supported(release: str | None, device: str, model: ModelInfo) -> None:

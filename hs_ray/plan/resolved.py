@@ -120,7 +120,8 @@ def fingerprint(
 ) -> tuple[str, dict[str, str]]:
     """(sha256, its parts by the key that a user would change) over everything that decides values and rows.
 
-    versions: of the engine; `sglang` and `patch` count. Reads the whole input once, for its digest.
+    versions: of the engine; `sglang`, `patch` and `capture`, the way of the model's class, count. Reads the whole
+    input once, for its digest.
     """
     job, plain = resolved.job, to_plain(resolved.job)
     args = {
@@ -144,6 +145,7 @@ def fingerprint(
         "engine.args": args,
         "sglang": versions.get("sglang"),
         "patches/sglang": versions.get("patch"),
+        "engine/models": versions.get("capture"),
     }
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in parts.items()

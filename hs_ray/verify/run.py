@@ -25,6 +25,7 @@ PARTS = {
     "capture.final": "spec.final",
     "sglang": "versions.sglang",
     "patches/sglang": "versions.patch",
+    "engine/models": "versions.capture",
     "model.dtype": "config.model.dtype",
     "max_seq_len": "config.max_seq_len",
     "on_too_long": "config.on_too_long",

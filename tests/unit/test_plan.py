@@ -358,11 +358,14 @@ CHANGES: list[tuple[str, Any]] = [
 def test_the_fingerprint_names_the_keys_that_differ(tmp_path: Path, real_model: ModelInfo) -> None:
     write(tmp_path, [tokens("a", 3)])
 
-    def made(sglang: str = "0.5.23", args: dict[str, Any] | None = None, **changes: Any) -> tuple[str, dict[str, str]]:
+    def made(
+        sglang: str = "0.5.23", capture: str = "native", args: dict[str, Any] | None = None, **changes: Any
+    ) -> tuple[str, dict[str, str]]:
         changed = job(tmp_path, **({"layers": [2]} | changes)).job
         changed.engine.args = args or {}
         resolved = resolve(changed)
-        return fingerprint(resolved, list_sources(changed.input), {"sglang": sglang, "patch": "p", "torch": "t"})
+        versions = {"sglang": sglang, "patch": "p", "capture": capture, "torch": "t"}
+        return fingerprint(resolved, list_sources(changed.input), versions)
 
     first, parts = made()
     assert len(first) == 64 and made() == (first, parts)
@@ -371,6 +374,7 @@ def test_the_fingerprint_names_the_keys_that_differ(tmp_path: Path, real_model: 
         [difference] = differing_keys(parts, changed)
         assert other != first and difference.split(" = ")[0].endswith(key) and "(was " in difference
     assert "sglang = 0.5.24 (was 0.5.23)" in differing_keys(parts, made("0.5.24")[1])
+    assert differing_keys(parts, made(capture="hook")[1]) == ["engine/models = hook (was native)"]
     assert made(args={"log_level": "info"})[0] == first != made(args={"quantization": "fp8"})[0]
     assert made(max_rejected=0.5, shard_bytes="1GiB", path=str(tmp_path / "in" / "a.jsonl"))[0] == first
     write(tmp_path, [tokens("a", 4)])

@@ -85,3 +85,4 @@ def test_a_job_without_mistakes(tmp_path: Path) -> None:
     flight = preflight(job(tmp_path))
     assert flight.resolved.spec.layers == (2, 4, 5) and flight.storage.root == f"{tmp_path}/out"
     assert set(flight.versions) >= {"sglang", "patch"} and flight.sources
+    assert flight.versions["capture"] == "native"

@@ -35,17 +35,18 @@ def whole_output(tmp_path_factory: pytest.TempPathFactory) -> MadeOutput:
         "engine.args": '{"quantization": "fp8"}',
         "sglang": "0.5.23",
         "patches/sglang": "abc",
+        "engine/models": "native",
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("make_output.FINGERPRINT", digest)
-        versions = {"sglang": "0.5.23", "patch": "abc"}
+        versions = {"sglang": "0.5.23", "patch": "abc", "capture": "native"}
         patch.setattr("make_output.metadata", lambda made: metadata(made) | {"versions": versions})
         made = make_output(path)
 
     def complete(run: dict[str, Any]) -> None:
         run["fingerprint_parts"] = parts
-        run["versions"]["patch"] = "abc"
+        run["versions"] |= {"patch": "abc", "capture": "native"}
         run["sources"] = [{"source": "train.jsonl", "format": "tokens"}]
         run["config"] |= {"layers": [5, 2, 4], "capture": {"final": "pre_norm"}, "max_seq_len": 512}
         run["config"] |= {"on_too_long": "truncate", "input": {"limit": None}}
@@ -76,6 +77,7 @@ def test_a_fingerprint_that_its_parts_do_not_give(whole: MadeOutput):
     [
         (lambda run: run["versions"].update(sglang="0.5.17"), "sglang = 0.5.23, elsewhere it is 0.5.17"),
         (lambda run: run["versions"].update(patch=None), "patches/sglang = abc, elsewhere it is null"),
+        (lambda run: run["versions"].update(capture="hook"), "engine/models = native, elsewhere it is hook"),
         (lambda run: run["model"].update(digest="0" * 64), "elsewhere it is 0000"),
         (lambda run: run["config"].update(max_seq_len=256), "max_seq_len = 512, elsewhere it is 256"),
         (lambda run: run["config"]["input"].update(limit=7), "input.limit = null, elsewhere it is 7"),
