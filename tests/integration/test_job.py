@@ -165,11 +165,14 @@ def test_lost_units_alone_are_done_again(output: Path, source: Path) -> None:
     assert left_behind() == []
 
 
+BOTH = "capture.final=both"  # verify holds the state after the final norm against the one before it
+
+
 @pytest.fixture
 def killed(tmp_path: Path, source: Path) -> Path:
-    """An output whose driver was killed with -9 once half of its units were committed."""
+    """An output whose driver was killed with -9 once its first unit was committed."""
     out = tmp_path / "hs"
-    command = [sys.executable, str(ROOT / "jobs/extract.py"), "cluster.address=local", *words(source, out)]
+    command = [sys.executable, str(ROOT / "jobs/extract.py"), "cluster.address=local", *words(source, out), BOTH]
     driver = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **ENV}, cwd="/"
     )
@@ -189,10 +192,11 @@ def test_a_killed_driver_leaves_nothing_and_the_next_run_goes_on(killed: Path, s
         time.sleep(0.2)
     assert left_behind() == []
     kept = len(units(killed))
-    done = run(*words(source, killed))
+    done = run(*words(source, killed), BOTH)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"resuming: {kept} of" in done.stdout
-    assert verify_integrity(open_storage(str(killed))).ok
+    report = verify_integrity(open_storage(str(killed)))
+    assert report.ok and report.counts["norms"] == len(LENGTHS), "\n".join(report.lines())
     assert list((killed / "_run/tmp").iterdir()) == []
     assert list((killed / "_run/attempts").iterdir()) == []
 
