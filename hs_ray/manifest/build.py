@@ -126,7 +126,8 @@ def _rejected_lines(storage: Storage, expected: int) -> Iterator[Reject]:
     found = 0
     if expected or storage.exists(REJECTED):
         with storage.open(REJECTED) as file:
-            for batch in pq.ParquetFile(file).iter_batches(columns=["sample_id", "source", "line", "code", "message"]):
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
+            for batch in parquet.iter_batches(columns=["sample_id", "source", "line", "code", "message"]):
                 for row in batch.to_pylist():
                     yield Reject(**row)
                 found += batch.num_rows

@@ -1,6 +1,7 @@
 """The files of a plan: `_run/samples/part-NNNNN.parquet`, one row group a unit, and `_run/rejected.parquet`."""
 
 import contextlib
+import hashlib
 import json
 import uuid
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hs_ray.schema import REJECTED, SAMPLES, Reject
@@ -17,7 +19,7 @@ from hs_ray.storage import OnWait, Scratch, Storage, wait_while, when_there_is_r
 UNITS_PER_FILE = 64
 FOOTER_BYTES = 256 * 2**10  # room kept for the footer of a file: 64 row groups of six columns take a tenth
 REJECTS_PER_GROUP = 16384
-UNITS_KEY = "hs_ray_units"  # key of the JSON in a part's metadata: [[unit, samples, tokens], ...]
+UNITS_KEY = "hs_ray_units"  # key of the JSON in a part's metadata: [[unit, samples, tokens, digest], ...]
 
 PLAN = pa.schema(
     [
@@ -53,6 +55,23 @@ def unit_buckets(sizes: np.ndarray, unit_tokens: int, before: int = 0) -> np.nda
     return (before + np.cumsum(sizes) - (sizes + 1) // 2) // unit_tokens
 
 
+def unit_digest(rows: pa.Table) -> str:
+    """sha256 over all that a unit's rows say. rows: of the schema PLAN.
+
+    Parquet hands out a flipped bit without a word, and states of other token ids look like any others.
+    """
+    digest = hashlib.sha256()
+    for name in ("sample_id", "source"):
+        digest.update(json.dumps(rows[name].to_pylist()).encode())
+    for name in ("line", "unit"):
+        digest.update(rows[name].to_numpy())
+    for name in ("input_ids", "loss_mask"):
+        lists = rows[name].combine_chunks()
+        digest.update(pc.list_value_length(lists).to_numpy())
+        digest.update(lists.flatten().to_numpy())
+    return digest.hexdigest()
+
+
 class UnitFiles:
     """Samples in, units out: one row group each, `UNITS_PER_FILE` to a file. storage None: units are only counted.
 
@@ -65,7 +84,7 @@ class UnitFiles:
         self._bucket = -1  # of the unit that is being filled
         self._tokens = 0  # of all samples so far
         self._tables: list[pa.Table] = []
-        self._counts: list[list[int]] = []
+        self._counts: list[list[Any]] = []
         self._file: _ParquetFile | None = None
 
     def add(self, samples: pa.Table, sizes: np.ndarray) -> None:
@@ -93,8 +112,10 @@ class UnitFiles:
         if self._file is None:
             self._file = _ParquetFile(self.storage, PLAN, part_path(self.unit), self.on_wait)
         units = pa.array(np.full(len(table), self.unit, np.int32))
-        self._file.write(table.append_column(PLAN.field("unit"), units).cast(PLAN))
-        self._counts.append([self.unit, len(table), len(table["input_ids"].combine_chunks().flatten())])
+        table = table.append_column(PLAN.field("unit"), units).cast(PLAN)
+        self._file.write(table)
+        tokens = len(table["input_ids"].combine_chunks().flatten())
+        self._counts.append([self.unit, len(table), tokens, unit_digest(table)])
         if len(self._counts) == UNITS_PER_FILE:
             self._publish()
 
@@ -188,4 +209,5 @@ class _ParquetFile:
 def _writer(scratch: Scratch, schema: pa.Schema) -> pq.ParquetWriter:
     # Statistics and dictionaries are of no use for token ids, and cost more than zstd.
     options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_statistics": False}
+    options["write_page_checksum"] = True
     return pq.ParquetWriter(scratch.path, schema, use_dictionary=["source", "code"], **options)

@@ -8,18 +8,21 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hs_ray.config import to_plain
 from hs_ray.errors import OutputError
 from hs_ray.inputs import Source, is_outage
 from hs_ray.plan.build import PlanSummary
-from hs_ray.plan.files import UNITS_KEY, part_path
+from hs_ray.plan.files import UNITS_KEY, part_path, unit_digest
 from hs_ray.plan.resolved import ResolvedJob
 from hs_ray.schema import FORMAT_VERSION, RUN_JSON, CaptureSpec, Sample, layer_spellings, unit_name
 from hs_ray.storage import Storage
 
 IO_THREADS = 16
+# Arrow's own errors are among these, and what the decoding of damaged rows can end in.
+DAMAGE = (OSError, ValueError, LookupError, RuntimeError, ArithmeticError, TypeError, AttributeError)
 
 
 def read_unit(storage: Storage, unit: int, units_per_file: int) -> list[Sample]:
@@ -30,14 +33,27 @@ def read_unit(storage: Storage, unit: int, units_per_file: int) -> list[Sample]:
     path = part_path(unit, units_per_file)
     try:
         with storage.open(path) as file:
-            table = pq.ParquetFile(file).read_row_group(unit % units_per_file)
-    except (OSError, ValueError, IndexError, RuntimeError) as error:  # Arrow's own errors are among these
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
+            table = parquet.read_row_group(unit % units_per_file)
+        _check_digest(table, parquet.metadata, unit % units_per_file)
+        return _samples(table)
+    except DAMAGE as error:
         if isinstance(error, OSError) and is_outage(error):
             raise
         raise OutputError(
             f"output.path = {storage.root}: {path}, the plan of {unit_name(unit)}, cannot be read ({error}); "
             f"restore the file, or start a run in another folder"
         ) from error
+
+
+def _check_digest(table: pa.Table, metadata: pq.FileMetaData, group: int) -> None:
+    """Raises ValueError if the rows are not those that were planned; plans of earlier releases cannot tell."""
+    listed = (metadata.metadata or {}).get(UNITS_KEY.encode())
+    if listed is not None and json.loads(listed)[group][3:] not in ([], [unit_digest(table)]):
+        raise ValueError("its rows are not those that were planned")
+
+
+def _samples(table: pa.Table) -> list[Sample]:
     lists = []
     for name in ("input_ids", "loss_mask"):
         column = table[name].combine_chunks()
@@ -53,7 +69,7 @@ def unit_counts(storage: Storage, units: int, units_per_file: int) -> list[tuple
     def counts(path: str) -> list[tuple[int, int]]:
         with storage.open(path) as file:
             metadata = pq.read_metadata(file).metadata
-        return [(samples, tokens) for _, samples, tokens in json.loads(metadata[UNITS_KEY.encode()])]
+        return [(samples, tokens) for _, samples, tokens, *_ in json.loads(metadata[UNITS_KEY.encode()])]
 
     with ThreadPoolExecutor(IO_THREADS) as pool:
         parts = list(pool.map(counts, [part_path(unit, units_per_file) for unit in range(0, units, units_per_file)]))

@@ -117,7 +117,7 @@ def _rejected(storage: Storage, number: int, report: Report) -> list[Line] | Non
         return None if number else []
     try:
         with storage.open(REJECTED) as file:
-            rows = pq.ParquetFile(file).read(columns=list(LINE_COLUMNS)).to_pylist()
+            rows = pq.ParquetFile(file, page_checksum_verification=True).read(columns=list(LINE_COLUMNS)).to_pylist()
         found = [_line_of(row) for row in rows]
     except (*READ_ERRORS, KeyError) as error:
         report.add("plan", REJECTED, f"cannot be read ({error}); {number} lines of the input are in it alone")

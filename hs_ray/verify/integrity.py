@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hs_ray.errors import HsRayError, OutputError
+from hs_ray.plan import read_unit
 from hs_ray.reader import FinalNorm, HiddenStatesDataset
 from hs_ray.reader.output import find_shards, run_spec
 from hs_ray.schema import MANIFEST, SHARDS, Marker, marker_path
@@ -15,7 +16,7 @@ from hs_ray.verify.content import ContentChecks
 from hs_ray.verify.lists import check_files, check_manifest, load_manifest, load_markers
 from hs_ray.verify.marker import check_marker
 from hs_ray.verify.norm import check_final_norm
-from hs_ray.verify.plan import check_plan, planned_samples
+from hs_ray.verify.plan import check_plan
 from hs_ray.verify.report import Report
 from hs_ray.verify.run import check_run, read_run
 from hs_ray.verify.shard import ShardAudit, audit_shard
@@ -75,7 +76,7 @@ def _shards(
     content = ContentChecks()
 
     def audit(marker: Marker) -> ShardAudit:
-        planned = planned_samples(storage, run, marker.unit)
+        planned = read_unit(storage, marker.unit, run["plan"]["units_per_file"])
         of_marker = Report()
         here = marker.shard in present
         check_failed(marker, planned, here, of_marker)

@@ -70,7 +70,7 @@ def check_plan(storage: Storage, run: dict[str, Any], report: Report) -> Plan:
         here = range(first, min(first + per_file, units))
         for unit in _check_part(storage, part_path(first, per_file), here, report):
             try:
-                samples = planned_samples(storage, run, unit)
+                samples = read_unit(storage, unit, per_file)
                 rows.add(unit, samples, plan.totals)
             except OutputError as error:
                 report.add("plan", SAMPLES, str(error))
@@ -93,14 +93,6 @@ def _check_lines(samples: int, ids: Counter[str], lines: Counter[tuple[str, int]
             report.add(
                 "plan", SAMPLES, f"{len(twice)} values of {what} are there more than once, the first is {twice[0]!r}"
             )
-
-
-def planned_samples(storage: Storage, run: dict[str, Any], unit: int) -> list[Sample]:
-    """The plan of a unit. Raises OutputError for whatever cannot be read."""
-    try:
-        return read_unit(storage, unit, run["plan"]["units_per_file"])
-    except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError) as error:
-        raise OutputError(f"the plan of unit {unit} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _parts(storage: Storage, units: int, per_file: int, report: Report) -> list[int]:

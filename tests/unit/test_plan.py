@@ -1,87 +1,27 @@
-"""Units, duplicates, counts, fingerprint, estimate; the same plan byte for byte whatever the chunks and the order."""
+"""Units, duplicates, counts; the same plan byte for byte whatever the chunks and the order."""
 
-import dataclasses
-import errno
 import hashlib
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from s3 import Bucket
+from plans import build, job, tokens, units, write
 
-from hs_ray.config import Compression, ExtractJob, OnTooLong
-from hs_ray.errors import ConfigError, InputError, OutputError
+from hs_ray.errors import InputError, OutputError
 from hs_ray.inputs import iter_chunk, list_sources, split_sources
-from hs_ray.model import ModelInfo
-from hs_ray.pipeline.actor import UnitError
 from hs_ray.plan import (
-    PlanSummary,
-    ResolvedJob,
     build_plan,
-    check_fits,
     check_rejected,
-    differing_keys,
-    estimate,
-    fingerprint,
-    format_estimate,
     load_run,
     load_summary,
-    measured_rate,
     read_unit,
-    resolve,
     unit_counts,
     write_run,
 )
-from hs_ray.plan.estimates import duration, size
-from hs_ray.plan.files import part_path
-from hs_ray.schema import MAX_CELL_BYTES, REJECTED, SAMPLES, CaptureSpec, Marker, marker_path
+from hs_ray.schema import MAX_CELL_BYTES, REJECTED, SAMPLES
 from hs_ray.storage import Storage, open_storage
-
-MODEL = ModelInfo("m", "/m", None, "LlamaForCausalLM", 12, 8, 100, 64, "digest", "/m")
-
-
-def job(tmp_path: Path, **changes: Any) -> ResolvedJob:
-    """Two columns of 8 numbers: 32 bytes a token; a unit of 320 bytes is 10 tokens."""
-    made = ExtractJob(max_seq_len=64)
-    made.input.path = str(tmp_path / "in")
-    made.output.path = str(tmp_path / "out")
-    made.output.shard_bytes = "320"
-    for key, value in changes.items():
-        node, name = (
-            (made, key) if hasattr(made, key) else (made.input if hasattr(made.input, key) else made.output, key)
-        )
-        setattr(node, name, value)
-    return ResolvedJob(made, MODEL, CaptureSpec((2,), "pre_norm", 12, 8))
-
-
-def write(tmp_path: Path, lines: list[Any], name: str = "a.jsonl") -> None:
-    """Lines given as records, or raw."""
-    (tmp_path / "in").mkdir(exist_ok=True)
-    data = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    (tmp_path / "in" / name).write_bytes(data)
-
-
-def build(resolved: ResolvedJob, chunk_bytes: int = 2**20, table_bytes: int = 2**20) -> tuple[Storage, PlanSummary]:
-    storage = open_storage(str(resolved.job.output.path))
-    sources = list_sources(resolved.job.input)
-    tables = (
-        table
-        for chunk in split_sources(sources, chunk_bytes)
-        for table in iter_chunk(chunk, resolved.tokenize_settings, table_bytes)
-    )
-    return storage, build_plan(storage, tables, resolved)
-
-
-def units(storage: Storage, summary: PlanSummary) -> list[list[str]]:
-    return [[s.sample_id for s in read_unit(storage, u, summary.units_per_file)] for u in range(summary.units)]
-
-
-def tokens(id: str | None, count: int, **extra: Any) -> dict[str, Any]:
-    return ({"id": id} if id else {}) | {"input_ids": list(range(count)), **extra}
 
 
 def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
@@ -279,169 +219,3 @@ def test_run_json(tmp_path: Path) -> None:
         storage.write("_run/run.json", broken)
         with pytest.raises(OutputError, match=r"run\.json"):
             load_run(storage)
-
-
-def test_a_missing_part_says_which(tmp_path: Path) -> None:
-    write(tmp_path, [tokens("a", 3)])
-    storage, summary = build(job(tmp_path))
-    storage.write(f"{SAMPLES}/part-00000.parquet", b"PAR1")
-    with pytest.raises(OutputError, match=r"part-00000\.parquet, the plan of unit-000000, cannot be read"):
-        read_unit(storage, 0, summary.units_per_file)
-    storage.remove(f"{SAMPLES}/part-00000.parquet")
-    with pytest.raises(OutputError, match=r"No such file or directory.*restore the file"):
-        read_unit(storage, 0, summary.units_per_file)
-
-
-def test_a_disk_that_is_unwell_is_no_missing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is to be restored: the actor tries the unit again."""
-    write(tmp_path, [tokens("a", 3)])
-    storage, summary = build(job(tmp_path))
-
-    def fails(path: str) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(storage, "open", fails)
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        read_unit(storage, 0, summary.units_per_file)
-    assert str(UnitError(caught.value)).startswith(UnitError.TRANSIENT)
-
-
-@pytest.mark.integration
-def test_nor_is_a_store(tmp_path: Path, s3: Bucket) -> None:
-    """Whether it fails when the file is opened, or while Arrow reads in it."""
-    write(tmp_path, [tokens("a", 3)])
-    built, summary = build(job(tmp_path))
-    storage = s3.storage(retry_seconds=0.2)
-    storage.write(part_path(0), built.read_bytes(part_path(0)))
-    for request in ("HEAD", "GET"):
-        s3.fault(request, "status", times=999)
-        with pytest.raises(OSError, match=r"still failing after"):
-            read_unit(storage, 0, summary.units_per_file)
-        s3.faults.clear()
-    assert read_unit(storage, 0, summary.units_per_file)[0].sample_id == "a"
-
-
-@pytest.fixture
-def real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    model = dataclasses.replace(MODEL, path=str(folder), tokenizer_path=str(folder))
-    monkeypatch.setattr("hs_ray.plan.resolved.resolve_model", lambda config, weights: model)
-    return model
-
-
-def test_resolve_reports_all_problems_at_once(tmp_path: Path, real_model: ModelInfo) -> None:
-    wrong = ExtractJob(layers=[3, 99], max_seq_len=65)
-    wrong.model.chat_template = "/none.jinja"
-    with pytest.raises(ConfigError) as caught:
-        resolve(wrong)
-    assert [problem.split(" = ")[0] for problem in caught.value.problems] == [
-        "layers",
-        "max_seq_len",
-        "model.chat_template",
-    ]
-    assert resolve(ExtractJob(layers=[3, 2], max_seq_len=64)).spec == CaptureSpec((2, 3), "pre_norm", 12, 8)
-
-
-CHANGES: list[tuple[str, Any]] = [
-    ("layers", [2, 3]),
-    ("max_seq_len", 63),
-    ("on_too_long", OnTooLong.reject),
-    ("limit", 5),
-    ("id_key", "uuid"),
-    ("allow_empty_mask", True),
-    ("compression", Compression.split_zstd),
-]
-
-
-def test_the_fingerprint_names_the_keys_that_differ(tmp_path: Path, real_model: ModelInfo) -> None:
-    write(tmp_path, [tokens("a", 3)])
-
-    def made(
-        sglang: str = "0.5.23", capture: str = "native", args: dict[str, Any] | None = None, **changes: Any
-    ) -> tuple[str, dict[str, str]]:
-        changed = job(tmp_path, **({"layers": [2]} | changes)).job
-        changed.engine.args = args or {}
-        resolved = resolve(changed)
-        versions = {"sglang": sglang, "patch": "p", "capture": capture, "torch": "t"}
-        return fingerprint(resolved, list_sources(changed.input), versions)
-
-    first, parts = made()
-    assert len(first) == 64 and made() == (first, parts)
-    for key, value in CHANGES:
-        other, changed = made(**{key: value})
-        [difference] = differing_keys(parts, changed)
-        assert other != first and difference.split(" = ")[0].endswith(key) and "(was " in difference
-    assert "sglang = 0.5.24 (was 0.5.23)" in differing_keys(parts, made("0.5.24")[1])
-    assert differing_keys(parts, made(capture="hook")[1]) == ["engine/models = hook (was native)"]
-    assert made(args={"log_level": "info"})[0] == first != made(args={"quantization": "fp8"})[0]
-    assert made(max_rejected=0.5, shard_bytes="1GiB", path=str(tmp_path / "in" / "a.jsonl"))[0] == first
-    write(tmp_path, [tokens("a", 4)])
-    assert [d.split(" = ")[0] for d in differing_keys(parts, made()[1])] == ["input.path"]
-
-
-def test_the_estimate(tmp_path: Path) -> None:
-    write(tmp_path, [tokens("a", 40, loss_mask=[0] * 10 + [1] * 30), tokens("b", 10), b"bad"])
-    resolved = job(tmp_path)
-    storage, summary = build(resolved)
-    numbers = estimate(resolved, summary, storage, tokens_per_second=10)
-    assert numbers["state_bytes"] == 50 * 32 < numbers["output_bytes"] and numbers["seconds"] == 5
-    text = format_estimate(numbers)
-    for part in (
-        "lines      3 = 2 samples + 1 rejected + 0 blank",
-        "malformed_json 1",
-        "tokens     50 (80% learned), longest 40",
-        "2 (output of layer 1); final: final_pre_norm",
-        "<=      16 tokens          1",
-        "5 s at 10 tokens/s",
-        "GPUs",
-    ):
-        assert part in text, text
-    check_fits(numbers | {"free_bytes": None})
-    with pytest.raises(OutputError, match=r"output\.path = .*needs .*are free"):
-        check_fits(numbers | {"free_bytes": 2 * 2**30})
-    check_fits(numbers | {"free_bytes": 2 * 2**30}, committed_bytes=numbers["output_bytes"])
-    unknown = estimate(resolved, summary, storage, None)
-    assert unknown["seconds"] is None and "cluster.tokens_per_second" in format_estimate(unknown)
-
-
-def test_the_time_is_for_what_is_left_and_all_engines(tmp_path: Path) -> None:
-    write(tmp_path, [tokens("a", 40), tokens("b", 10)])
-    resolved = job(tmp_path)
-    resolved.job.engine.tp_size = 8
-    storage, summary = build(resolved)
-    two = estimate(resolved, summary, storage, 10, replicas=2, device="cuda", done_tokens=10)
-    assert two["seconds"] == 2 and two["gpus"] == 16
-    assert "2 s at 10 tokens/s an engine, 2 engines\nGPUs       16 (2 x 8)" in format_estimate(two)
-    assert estimate(resolved, summary, storage, 10, replicas=2, device="cpu")["gpus"] == 0
-    assert "GPUs       8 an engine, as many" in format_estimate(estimate(resolved, summary, storage, 10))
-
-
-def test_the_measured_rate_is_of_the_time_with_work_in_hand(tmp_path: Path) -> None:
-    """Two engines; units overlap in one engine, and an hour of nothing lies between two starts."""
-    storage = open_storage(str(tmp_path))
-    markers = {}
-    spans = [("a", 0, 10), ("a", 2, 12), ("b", 0, 6), ("a", 3612, 3618), ("a", 3613, 3615)]  # 12 + 6 + 6 seconds
-    for unit, (engine, start, end) in enumerate(spans):
-        markers[unit] = Marker(unit, "", 1, "", None, 0, "", 1, 1, 120, engine=engine, seconds=end - start)
-        storage.write(marker_path(unit), b"{}")
-        os.utime(tmp_path / marker_path(unit), (1e9, 1e9 + end))
-    assert measured_rate(storage, markers) == pytest.approx(5 * 120 / 24)
-    assert measured_rate(storage, {}) is None
-
-
-def test_a_dry_run_counts_the_same_and_writes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, [tokens(str(i % 90), 1 + i % 60) for i in range(100)] + [b"bad"])
-    resolved = job(tmp_path)
-    _, summary = build(resolved)
-    chunks = split_sources(list_sources(resolved.job.input), 500)
-    tables = (table for chunk in chunks for table in iter_chunk(chunk, resolved.tokenize_settings))
-    assert build_plan(None, tables, resolved) == summary and summary.rejected == 11 and summary.units > 50
-
-
-def test_the_kimi_experiment_is_five_terabytes() -> None:
-    """37,312 samples, 87.8 M tokens, four states a token of 7,168 numbers."""
-    spec = CaptureSpec((3, 31, 59), "pre_norm", 61, 7168)
-    assert size(87_800_000 * spec.bytes_per_token) == "5.03 TB"
-    assert duration(87_800_000 / 2612) == "9 h 20 min" and duration(59) == "59 s" and duration(600) == "10 min"

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_plan import job, tokens, units, write
+from plans import job, tokens, units, write
 
 from hs_ray.inputs import iter_chunk, list_sources, split_sources
 from hs_ray.plan import ResolvedJob, build_plan
