@@ -24,7 +24,14 @@ from hs_ray.errors import RunError
 from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt, new_attempt
 from hs_ray.model import local_weights, resolve_model
-from hs_ray.pipeline.board import STUCK, EngineState, Reporter, starts_in_a_row, wait_while_others_go_on
+from hs_ray.pipeline.board import (
+    STUCK,
+    EngineState,
+    Reporter,
+    has_run_on,
+    starts_in_a_row,
+    wait_while_others_go_on,
+)
 from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.resources import check_scratch, engines_of_this_node, fit_ring, node_memory
 from hs_ray.plan import read_unit
@@ -124,8 +131,8 @@ class HiddenStateExtractor:
         self.reporter = Reporter(board, state, self._refresh)
         try:
             self._check_starts(board, node)
-            self.engine = self._prepare()
-            board.started.remote(actor)
+            self.engine = self._prepare(first_here=not has_run_on(board, node))
+            board.started.remote(actor, node)
             self.reporter.set("running")
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
             self._failure = error
@@ -142,8 +149,8 @@ class HiddenStateExtractor:
                 f"engine.tp_size)"
             )
 
-    def _prepare(self) -> HiddenStateEngine:
-        options = self._options()
+    def _prepare(self, first_here: bool) -> HiddenStateEngine:
+        options = self._options(first_here)
         if options.device == "cpu":
             cpu.use_cores(self.job.engines * options.tp_size)
         self.reporter.set("starting", "proving the model class where no proof exists")
@@ -159,8 +166,11 @@ class HiddenStateExtractor:
             self._canary_s = engine.busy_s
         return engine
 
-    def _options(self) -> EngineOptions:
-        """With the model's folder on this node; its content must be what the driver planned with."""
+    def _options(self, first_here: bool) -> EngineOptions:
+        """With the model's folder on this node; its content must be what the driver planned with.
+
+        first_here: no engine of this run has run on this node.
+        """
         info = resolve_model(self.job.model)
         if info.digest != self.job.model_digest:
             raise RunError(
@@ -168,7 +178,9 @@ class HiddenStateExtractor:
             )
         options = replace(self.job.options, model_path=local_weights(info))
         neighbours = engines_of_this_node(self.job.engines, options)
-        check_scratch(self.job.storage, neighbours * self.job.scratch_bytes)
+        # Of one that is started again the neighbours have taken theirs already.
+        engines = neighbours if first_here else 1
+        check_scratch(self.job.storage, engines * self.job.scratch_bytes, self.job.min_free_bytes)
         return fit_ring(options, node_memory() // neighbours)
 
     def _refresh(self, state: EngineState) -> None:

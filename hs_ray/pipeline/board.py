@@ -45,6 +45,7 @@ class Board:
         self._draining = False
         self._starts: dict[tuple[str, str], int] = {}  # by actor and node, since the actor last ran
         self._ran: set[str] = set()  # actors that ever did
+        self._ran_on: set[str] = set()  # nodes that one did on
 
     def starting(self, actor: str, node: str) -> int:
         """An actor's process begins on a node. Returns how often it has begun there without coming to run since, this
@@ -63,8 +64,12 @@ class Board:
             for heard, state in self._states.values()
         )
 
-    def started(self, actor: str) -> None:
+    def has_run_on(self, node: str) -> bool:
+        return node in self._ran_on
+
+    def started(self, actor: str, node: str) -> None:
         self._ran.add(actor)
+        self._ran_on.add(node)
         self._starts = {key: count for key, count in self._starts.items() if key[0] != actor}
 
     def push(self, state: EngineState) -> bool:
@@ -94,6 +99,14 @@ def starts_in_a_row(board: Any) -> int:
         return int(ray.get(board.starting.remote(context.get_actor_id(), context.get_node_id()), timeout=ASK_SECONDS))
     except ray.exceptions.RayError:
         return 1
+
+
+def has_run_on(board: Any, node: str) -> bool:
+    """Whether an engine of this run has come to run on that node; true where the board cannot be asked."""
+    try:
+        return bool(ray.get(board.has_run_on.remote(node), timeout=ASK_SECONDS))
+    except ray.exceptions.RayError:
+        return True
 
 
 def wait_while_others_go_on(board: Any) -> None:

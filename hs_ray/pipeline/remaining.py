@@ -20,6 +20,7 @@ from hs_ray.plan import PlanSummary
 from hs_ray.schema import Marker, shard_metadata
 
 INDEX_S = 10.0  # between writes of the markers' index
+INPUT_BYTES = 8  # a token of a shard beside its states: its id, and a loss mask in Parquet's 4 bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def extract_remaining(
         compression=job.output.compression.value,
         metadata=_metadata(flight, key),
         min_free_bytes=parse_bytes(job.output.min_free_bytes),
-        scratch_bytes=min(units_at_once(job), len(remaining)) * parse_bytes(job.output.shard_bytes),
+        scratch_bytes=min(units_at_once(job), len(remaining)) * _shard_bytes(flight, plan),
         max_retries=job.cluster.max_retries,
         engines=engines.count,
         canary=job.capture.canary,
@@ -93,6 +94,12 @@ def extract_remaining(
     finally:
         stop.can_drain = False
         index.flush()
+
+
+def _shard_bytes(flight: Preflight, plan: PlanSummary) -> int:
+    """At most of one shard: a unit of long samples may be several times as large as `output.shard_bytes`."""
+    tokens = plan.largest_unit_tokens or max(flight.resolved.unit_tokens, plan.longest_tokens)
+    return tokens * (flight.resolved.spec.bytes_per_token + INPUT_BYTES)
 
 
 def _metadata(flight: Preflight, key: str) -> dict[str, Any]:

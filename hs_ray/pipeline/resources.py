@@ -97,11 +97,10 @@ def _least_ring(longest_tokens: int, spec: CaptureSpec) -> int:
 
 def engines_of_this_node(engines: int, options: EngineOptions) -> int:
     """The most of `engines` that may run on the node of this actor."""
-    if options.device == "cpu":
-        return engines
     here = ray.get_runtime_context().get_node_id()
-    gpus = next(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here)
-    return max(1, min(engines, int(gpus) // options.tp_size))
+    has = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    room = has.get("CPU", 0) if options.device == "cpu" else has.get("GPU", 0) // options.tp_size
+    return max(1, min(engines, int(room)))  # one on CPU asks Ray for one CPU
 
 
 def fit_ring(options: EngineOptions, memory: int) -> EngineOptions:
@@ -129,16 +128,18 @@ def node_memory() -> int:
     return min(found)
 
 
-def check_scratch(storage: Storage, need: int) -> None:
+def check_scratch(storage: Storage, need: int, min_free: int) -> None:
     """Raises ConfigError where the engines of this node could fill the folder in which they make their shards.
 
-    Each unfinished shard would wait for room that only the others can give. need: bytes of all of them.
+    Each unfinished shard would wait for room that only the others can give. need: bytes of all of them; min_free:
+    `output.min_free_bytes`, which stay free beside them.
     """
     room = storage.scratch_room()
-    if room is not None and room[1] < need:
+    if room is not None and room[1] < need + min_free:
         folder, free = room
         raise ConfigError(
-            f"output.storage_options.scratch_dir = {folder}: shards are made there before they are uploaded, and those "
-            f"of this node's engines may need {need:,} bytes at once, of which {free:,} are free; choose a folder of "
-            "a larger disk, or lower output.shard_bytes or cluster.prefetch_units"
+            f"output.storage_options.scratch_dir = {folder}: shards are made there before they are uploaded; those of "
+            f"this node's engines may need {need:,} bytes at once and output.min_free_bytes {min_free:,}, of which "
+            f"{free:,} are free; choose a folder of a larger disk, or lower cluster.prefetch_units or, in another "
+            "output, output.shard_bytes"
         )

@@ -40,6 +40,7 @@ class PlanSummary:
     units: int = 0
     units_per_file: int = UNITS_PER_FILE
     longest_tokens: int = 0
+    largest_unit_tokens: int = 0  # 0: a plan of an earlier release, which did not count it
     length_histogram: list[list[int]] = field(default_factory=list)  # [most tokens (a power of 2), samples]
     rows: int = 0  # of the shards: samples, and pieces of very long ones
     state_bytes: int = 0  # of all states, uncompressed
@@ -68,7 +69,7 @@ def build_plan(
         rejects.finish()
     if storage is not None:
         _remove_others(storage, units.paths)
-    plan.summary.units = units.unit + 1
+    plan.summary.units, plan.summary.largest_unit_tokens = units.unit + 1, units.largest_tokens
     plan.summary.rejects_by_code = dict(sorted(plan.codes.items()))
     plan.summary.length_histogram = [[2**i, int(n)] for i, n in enumerate(plan.lengths) if n]
     return plan.summary

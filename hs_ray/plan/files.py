@@ -81,8 +81,9 @@ class UnitFiles:
     def __init__(self, storage: Storage | None, unit_tokens: int, on_wait: OnWait | None = None):
         self.storage, self.unit_tokens, self.on_wait = storage, unit_tokens, on_wait
         self.unit, self.paths = -1, set[str]()
+        self.largest_tokens = 0  # of a unit
         self._bucket = -1  # of the unit that is being filled
-        self._tokens = 0  # of all samples so far
+        self._tokens = self._unit_tokens = 0  # of all samples so far, of the unit that is being filled
         self._tables: list[pa.Table] = []
         self._counts: list[list[Any]] = []
         self._file: _ParquetFile | None = None
@@ -97,11 +98,14 @@ class UnitFiles:
                 self._flush()
                 self._bucket = int(buckets[first])
             self._tables.append(samples.slice(first, last - first))
+            self._unit_tokens += int(sizes[first:last].sum())
 
     def _flush(self) -> None:
         if not self._tables:
             return
         self.unit += 1
+        tokens, self._unit_tokens = self._unit_tokens, 0
+        self.largest_tokens = max(self.largest_tokens, tokens)
         if self.storage is None:
             self._tables = []
             return
@@ -114,7 +118,6 @@ class UnitFiles:
         units = pa.array(np.full(len(table), self.unit, np.int32))
         table = table.append_column(PLAN.field("unit"), units).cast(PLAN)
         self._file.write(table)
-        tokens = len(table["input_ids"].combine_chunks().flatten())
         self._counts.append([self.unit, len(table), tokens, unit_digest(table)])
         if len(self._counts) == UNITS_PER_FILE:
             self._publish()

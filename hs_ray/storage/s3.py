@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from hs_ray.errors import ConfigError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.s3_client import S3Client
 from hs_ray.storage.scratch import Scratch
@@ -70,7 +72,13 @@ class S3Storage(Storage):
         return self._scratch_dir or tempfile.gettempdir()
 
     def scratch_room(self) -> tuple[str, int]:
-        return self._scratch_folder, shutil.disk_usage(self._scratch_folder).free
+        folder = self._scratch_folder
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"output.storage_options.scratch_dir = {folder}: no folder that node {socket.gethostname()} may write "
+                "to; make it there, or choose one that every node has"
+            )
+        return folder, shutil.disk_usage(folder).free
 
     def publish(self, scratch: Scratch, path: str) -> None:
         self._client.upload(scratch.fd, scratch.size, self._key(path))

@@ -31,6 +31,7 @@ class Totals:
     tokens: int = 0
     learned_tokens: int = 0
     longest_tokens: int = 0
+    largest_unit_tokens: int = 0
     rows: int = 0
     lengths: Counter[int] = field(default_factory=Counter)  # by power of 2, as `length_histogram`
     full: int = 0  # samples of max_seq_len tokens: no other can have been truncated
@@ -39,6 +40,7 @@ class Totals:
         """sizes: tokens of each sample of a unit."""
         self.tokens += int(sizes.sum())
         self.learned_tokens += learned
+        self.largest_unit_tokens = max(self.largest_unit_tokens, int(sizes.sum()))
         self.longest_tokens = max(self.longest_tokens, int(sizes.max(initial=0)))
         self.rows += sum(len(spec.pieces(size)) for size in sizes.tolist())
         self.lengths.update((2 ** np.ceil(np.log2(sizes)).astype(np.int64)).tolist())
@@ -188,9 +190,8 @@ class _Rows:
 def _check_totals(run: dict[str, Any], found: Totals, report: Report) -> None:
     """An older run.json has fewer of them."""
     told = run["plan"]
-    wanted: dict[str, Any] = {
-        name: getattr(found, name) for name in ("tokens", "learned_tokens", "longest_tokens", "rows")
-    }
+    names = ("tokens", "learned_tokens", "longest_tokens", "largest_unit_tokens", "rows")
+    wanted: dict[str, Any] = {name: getattr(found, name) for name in names}
     wanted["length_histogram"] = [list(item) for item in sorted(found.lengths.items())]
     wanted["state_bytes"] = found.tokens * run_spec(run).bytes_per_token
     for name, value in wanted.items():

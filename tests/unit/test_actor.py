@@ -1,5 +1,6 @@
 """What the actor reports of its engine; its work is tried in tests/integration and tests/faults."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,32 @@ import pytest
 from hs_ray.pipeline import actor
 from hs_ray.pipeline.actor import HiddenStateExtractor
 from hs_ray.pipeline.board import EngineState
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of an EngineOptions here."""
+
+    model_path: str = ""
+
+
+@pytest.mark.parametrize(("first_here", "checked"), [(True, 8 * 100), (False, 100)])
+def test_one_that_is_started_again_needs_its_own_scratch(
+    first_here: bool, checked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its seven neighbours have taken theirs: refused for the room of all eight, a death would be the run's end."""
+    seen: list[tuple[int, int]] = []
+    info = SimpleNamespace(digest="d", name="m")
+    monkeypatch.setattr(actor, "resolve_model", lambda model: info)
+    monkeypatch.setattr(actor, "local_weights", lambda info: "/weights")
+    monkeypatch.setattr(actor, "engines_of_this_node", lambda engines, options: engines)
+    monkeypatch.setattr(actor, "check_scratch", lambda storage, need, min_free: seen.append((need, min_free)))
+    monkeypatch.setattr(actor, "fit_ring", lambda options, memory: options)
+    extractor: Any = object.__new__(HiddenStateExtractor)
+    job = {"model": None, "model_digest": "d", "storage": None, "engines": 8, "scratch_bytes": 100}
+    extractor.job = SimpleNamespace(options=Options(), min_free_bytes=7, **job)
+    assert extractor._options(first_here).model_path == "/weights"
+    assert seen == [(checked, 7)]
 
 
 def test_the_canarys_seconds_are_not_the_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,24 @@ def test_the_engines_get_the_commit_that_the_driver_found(
     assert run_json(job)["config"]["model"]["revision"] is None, "as the user gave it"
 
 
+def test_scratch_is_for_the_largest_unit_of_the_plan(job: ExtractJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for `output.shard_bytes`, which one long sample exceeds, and which a resume may be given anew."""
+    given: list[ActorJob] = []
+
+    def engine_fails(extraction: Any) -> Iterator[Marker]:
+        given.append(extraction.job)
+        raise RunError("the engine could not load the model")
+        yield
+
+    monkeypatch.setattr(remaining, "extract_units", engine_fails)
+    for shard_bytes in ("5kB", "1GiB"):
+        job.output.shard_bytes = shard_bytes
+        start(job)
+    tokens = run_json(job)["plan"]["largest_unit_tokens"]
+    needed = 4 * tokens * (given[0].options.spec.bytes_per_token + 8)  # four units at once
+    assert tokens == 6 and [actor.scratch_bytes for actor in given] == [needed, needed]
+
+
 def test_a_resume_goes_on_with_the_commit_that_it_began_with(
     job: ExtractJob, of_the_hub: Hub, tiny_random: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,15 +98,34 @@ def test_engines_that_share_a_node(
     monkeypatch.setattr(resources.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(resources.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
     assert resources.engines_of_this_node(engines, options(device="cuda", tp_size=tp_size)) == here
-    assert resources.engines_of_this_node(engines, options()) == engines
+
+
+@pytest.mark.parametrize(("engines", "cpus", "here"), [(2, 4, 2), (16, 4, 4), (3, 0, 1)])
+def test_engines_of_a_node_without_gpus(engines: int, cpus: int, here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks Ray for a CPU: sixteen engines on four nodes are not sixteen on each."""
+    nodes = [{"NodeID": "a", "Resources": {"CPU": 64.0}}, {"NodeID": "b", "Resources": {"CPU": float(cpus)}}]
+    monkeypatch.setattr(resources.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(resources.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
+    assert resources.engines_of_this_node(engines, options()) == here
 
 
 def test_engines_that_could_fill_the_folder_for_uploads(tmp_path: Path) -> None:
     storage = open_storage("s3://bucket/out", {"scratch_dir": str(tmp_path)})
-    resources.check_scratch(storage, 2**20)
-    with pytest.raises(ConfigError, match=rf"scratch_dir = {tmp_path}: .*{2**60:,} bytes at once.*shard_bytes"):
-        resources.check_scratch(storage, 2**60)
-    resources.check_scratch(open_storage(str(tmp_path)), 2**60)  # made where they stay: a full disk is waited for
+    resources.check_scratch(storage, 2**20, 2**20)
+    for need, min_free in ((2**60, 0), (2**20, 2**60)):
+        told = rf"scratch_dir = {tmp_path}: .*{need:,} bytes at once and output.min_free_bytes {min_free:,},"
+        with pytest.raises(ConfigError, match=told):
+            resources.check_scratch(storage, need, min_free)
+    resources.check_scratch(open_storage(str(tmp_path)), 2**60, 0)  # made where they stay: a full disk is waited for
+
+
+def test_a_folder_for_uploads_that_a_node_does_not_have(tmp_path: Path) -> None:
+    """Not an outage, which running again would mend."""
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        (tmp_path / "file").touch()
+        storage = open_storage("s3://bucket/out", {"scratch_dir": str(folder)})
+        with pytest.raises(ConfigError, match=rf"scratch_dir = {folder}: no folder that node .* may write to"):
+            resources.check_scratch(storage, 0, 0)
 
 
 def test_every_argument_that_we_set_is_refused_from_users() -> None:

@@ -41,6 +41,7 @@ def test_units_end_at_the_border_nearest_to_a_multiple(tmp_path: Path) -> None:
     storage, summary = build(job(tmp_path))
     assert units(storage, summary) == [["a", "b"], ["c", "d"], ["e"], ["f"], ["g"]]
     assert unit_counts(storage, summary.units, summary.units_per_file) == [(2, 8), (2, 12), (1, 1), (1, 35), (1, 3)]
+    assert summary.largest_unit_tokens == 35
 
 
 def test_units_are_of_equal_size(tmp_path: Path) -> None:

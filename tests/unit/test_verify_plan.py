@@ -17,6 +17,7 @@ Groups = list[list[dict[str, Any]]]
 TOTALS = {
     "tokens": 551,
     "longest_tokens": 128,
+    "largest_unit_tokens": 275,
     "rows": 12,
     "length_histogram": [[1, 1], [8, 1], [16, 1], [32, 1], [64, 5], [128, 3]],
     "truncated": 0,
@@ -51,6 +52,7 @@ def test_totals_that_fit(made: MadeOutput):
         ("tokens", 550),
         ("learned_tokens", 551),
         ("longest_tokens", 64),
+        ("largest_unit_tokens", 142),
         ("rows", 13),
         ("length_histogram", [[128, 12]]),
         ("state_bytes", 0),
