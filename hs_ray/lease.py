@@ -128,13 +128,20 @@ class Lease:
         check_epoch(self.storage, self.epoch)
 
     def release(self) -> None:
-        """Stop the heartbeat and let the next driver in at once. The epoch stays used."""
+        """Stop the heartbeat and let the next driver in at once. The epoch stays used.
+
+        Where the store is full or unwell the next driver waits for this one's end to show: what the run came to must
+        not be hidden by that.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         self._info["released"] = True
-        if max(_epochs(self.storage), default=0) == self.epoch:
-            self.storage.write(_lease_path(self.epoch), self._content())
+        try:
+            if max(_epochs(self.storage), default=0) == self.epoch:
+                self.storage.write(_lease_path(self.epoch), self._content())
+        except OSError as error:
+            log.warning("the lease of epoch %d could not be released: %s", self.epoch, error)
 
 
 def _refuse_if_alive(storage: Storage, epoch: int, beat: float) -> None:

@@ -4,6 +4,7 @@ Exit codes: 0 complete, 1 the run failed, 2 (raised as UserError) the user must 
 some lines or samples have no states.
 """
 
+import contextlib
 import getpass
 import os
 import socket
@@ -111,8 +112,7 @@ def _run(flight: Preflight, key: tuple[str, dict[str, str]], lease: Lease, stop:
     if run is not None:
         plan = load_summary(run)
         _say_resuming(run, job, plan, markers)
-        if not storage.exists(FINAL_NORM):
-            when_there_is_room(lambda: _write_final_norm(storage, flight.resolved), on_wait)
+        when_there_is_room(lambda: _write_final_norm(storage, flight.resolved), on_wait)
     else:
         when_there_is_room(lambda: supersede(storage), on_wait)
         plan = _plan(flight, storage, lease)
@@ -238,7 +238,10 @@ def _plan(flight: Preflight, storage: Storage | None, lease: Lease | None) -> Pl
 
 
 def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
-    """The norm that turns `final_pre_norm` into `final_post_norm`. Raises UnsupportedError only where it is needed."""
+    """The norm that turns `final_pre_norm` into `final_post_norm`. Raises UnsupportedError only where it is needed.
+
+    Of a run that goes on too: the manifest will name what is there, were it another model's.
+    """
     from safetensors.torch import save
 
     try:
@@ -249,7 +252,11 @@ def _write_final_norm(storage: Storage, resolved: ResolvedJob) -> None:
         storage.remove(FINAL_NORM)  # of another model, whose run committed nothing here
         return
     facts = {"eps": repr(eps), "kind": kind, "sha256": norm_digest(weight, eps, kind)}
-    storage.write(FINAL_NORM, save({"weight": weight.contiguous()}, metadata=facts))
+    content = save({"weight": weight.contiguous()}, metadata=facts)
+    with contextlib.suppress(FileNotFoundError):
+        if storage.read_bytes(FINAL_NORM) == content:
+            return
+    storage.write(FINAL_NORM, content)
 
 
 def say(text: str) -> None:

@@ -65,7 +65,7 @@ def load_final_norm(storage: Storage) -> FinalNorm:
     named = _of_the_run(storage)
     if named not in (None, digest):
         raise ShardError(
-            f"{name}: not the norm of this run, {MANIFEST} names {str(named)[:16]}...; remove it and run the same "
+            f"{name}: not the norm of this run, {MANIFEST} names {str(named)[:16]}...; run the same "
             "extraction again, which writes it anew"
         )
     return norm

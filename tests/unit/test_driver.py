@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from hub import Hub
+from safetensors.torch import save
 
 from hs_ray.config import Compression, ExtractJob, Final, OnExisting
 from hs_ray.errors import LostLeaseError, OutputError, RunError, UnsupportedError
@@ -21,6 +22,7 @@ from hs_ray.pipeline.cluster import Cluster
 from hs_ray.reader import load_final_norm
 from hs_ray.schema import FINAL_NORM, MANIFEST, RUN_JSON, SHARDS, Marker, marker_path
 from hs_ray.storage import LocalStorage, open_storage
+from hs_ray.weights import norm_digest
 
 COUNTED: list[tuple[str, int]] = []  # (engine, lines) that went into hs_rejected_total
 
@@ -216,6 +218,19 @@ def test_a_resume_makes_a_lost_norm_again(job: ExtractJob, capsys: pytest.Captur
     start(job)
     assert torch.equal(load_final_norm(storage).weight, before.weight)
     assert "output.shard_bytes = 1MB: the plan that was made with 1GiB is kept" in capsys.readouterr().out
+
+
+def test_a_resume_does_not_keep_another_models_norm(job: ExtractJob) -> None:
+    """Its file is in order in itself, and the manifest to come would name it."""
+    start(job)
+    storage = open_storage(str(job.output.path))
+    right = load_final_norm(storage)
+    other = right.weight.flip(0) + 1
+    facts = {"eps": repr(right.eps), "kind": right.kind, "sha256": norm_digest(other, right.eps, right.kind)}
+    storage.write(FINAL_NORM, save({"weight": other}, metadata=facts))
+    assert torch.equal(load_final_norm(storage).weight, other)
+    start(job)
+    assert torch.equal(load_final_norm(storage).weight, right.weight)
 
 
 def commit(job: ExtractJob, unit: int, size: int = 1000) -> None:

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_heartbeats_keep_it(storage: Storage, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OutputError, match="in use by a"):
         Lease.acquire(storage, ttl, "b")
     lease.release()
+
+
+def test_a_store_that_is_unwell_at_the_release_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let go in a `finally`: an error there would take the place of what the run came to."""
+    storage = open_storage(str(tmp_path))
+    lease = Lease.acquire(storage, 60, "a")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write", full)
+    lease.release()
+    monkeypatch.undo()
+    assert json.loads(storage.read_bytes("_run/leases/000001.json"))["released"] is False
 
 
 def test_a_heartbeat_survives_a_store_that_is_unwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
