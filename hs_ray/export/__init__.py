@@ -25,10 +25,11 @@ from hs_ray.export.modelopt import ModelOptExporter
 from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
-from hs_ray.reader import HiddenStatesDataset, Output
+from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
 from hs_ray.schema import RUN_JSON, SHARDS
 from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
+from hs_ray.weights import norm_digest
 
 NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
 EXPORTERS: dict[str, type[Exporter]] = {
@@ -125,12 +126,21 @@ def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
         "samples": output.samples,
         "tokens": output.tokens,
         "final": exporter.norm,
+        "final_norm": _norm_in_use(exporter, output),
         "layer_ids": list(exporter.choice.layers),
         "output_of_layers": exporter.choice.outputs_of,
         exporter.name: exporter.layers_note(),
         "draft_vocab_size": None,
         "complete": False,
     }
+
+
+def _norm_in_use(exporter: Exporter, output: Output) -> str | None:
+    """The digest of the final norm that the files are made with; None where they need none."""
+    if not exporter.needs_norm:
+        return None
+    norm = load_final_norm(output.storage)
+    return norm_digest(norm.weight, norm.eps, norm.kind)
 
 
 def _write_note(folder: Path, note: dict[str, Any]) -> None:
@@ -191,6 +201,8 @@ def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None
         if old.get(name) != note[name]:
             raise OutputError(f"export.path = {target}: holds another export ({name} differs); {advice}")
     _check_shards(target, old, note, advice)
+    if old.get("final_norm", note["final_norm"]) != note["final_norm"]:  # earlier releases did not note it
+        raise OutputError(f"export.path = {target}: holds an export made with another final norm; {advice}")
     mapping: int | None = old.get("draft_vocab_size")
     if mapping not in (None, draft_vocab_size):  # where there is none, one is added
         raise OutputError(

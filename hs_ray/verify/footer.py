@@ -61,11 +61,9 @@ def _check_metadata(
 
 
 def _check_origin(metadata: dict[str, Any], path: str, run: dict[str, Any], report: Report) -> None:
-    """Model and versions. A resume may have a local model under another path, and other versions of what does not
-    decide the values: of these the shard's own are right."""
-    if run["model"].get("revision") is not None:
-        _compare("model", metadata.get("model"), run["model"]["name"], path, report)
-    elif not isinstance(metadata.get("model"), str):
+    """Model and versions. A resume may have a local model under another path, a hub model under its other name, and
+    other versions of what does not decide the values: of these the shard's own are right."""
+    if not isinstance(metadata.get("model"), str):
         report.add("footer", path, f"model is {metadata.get('model')!r:.80}, no name")
     for name, part in (("sglang", "sglang"), ("patch", "patches/sglang")):
         wanted = fact(run, f"versions.{name}")

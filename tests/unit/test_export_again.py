@@ -23,6 +23,7 @@ from make_output import (
     rewrite,
     sample_rows,
     write_manifest,
+    write_norm,
     write_unit,
 )
 
@@ -30,8 +31,9 @@ from hs_ray import schema
 from hs_ray.errors import ConfigError, OutputError
 from hs_ray.export import EXPORTERS, NOTE, export
 from hs_ray.export.common import TMP, vocab_mapping
-from hs_ray.reader import Output, open_output
-from hs_ray.storage import Storage
+from hs_ray.reader import Output, load_final_norm, open_output
+from hs_ray.storage import Storage, open_storage
+from hs_ray.weights import norm_digest
 
 Rows = list[dict[str, Any]]
 
@@ -62,6 +64,20 @@ def failed_sample_came_through(made: MadeOutput) -> None:
 
 def other_states(made: MadeOutput) -> None:
     rewrite(made, 1, lambda rows: [row | {"hidden_4": row["hidden_4"] ^ 1} for row in rows], fit_checksums=True)
+
+
+def test_another_norm_is_another_export(tmp_path: Path):
+    """Its files are norm(pre_norm): those that were made before the norm was mended would stay."""
+    made = make_output(tmp_path / "out")
+    right = load_final_norm(open_storage(str(made.path)))
+    write_norm(made, right.weight * 2)
+    note = run(made, "specforge", tmp_path / "x")
+    assert note["final_norm"] == norm_digest(right.weight * 2, right.eps, right.kind)
+    write_norm(made, right.weight)
+    with pytest.raises(OutputError, match="made with another final norm; choose another folder, or remove this one"):
+        run(made, "specforge", tmp_path / "x")
+    edit_json(tmp_path / "x" / NOTE, lambda note: note.__delitem__("final_norm"))  # of an earlier release
+    run(made, "specforge", tmp_path / "x")
 
 
 @pytest.mark.parametrize("to", sorted(EXPORTERS))

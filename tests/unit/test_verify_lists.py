@@ -181,6 +181,18 @@ def test_what_a_shard_says_of_itself(made: MadeOutput, monkeypatch: pytest.Monke
     assert problems.keys() == {"footer"} and f"{name}" in problems["footer"][0]
 
 
+def test_a_hub_model_under_its_other_name(made: MadeOutput, monkeypatch: pytest.MonkeyPatch):
+    """Renamed, or in other capitals: the commit is what counts, for a resume too."""
+    commit = "1" * 40
+    edit_json(made.path / schema.RUN_JSON, lambda run: run["model"].update(revision=commit))
+    right = metadata(made)
+    for unit, name in enumerate(("tiny", "meta/Tiny", "meta-llama/tiny")):
+        monkeypatch.setattr("make_output.metadata", lambda made, name=name: right | {"revision": commit, "model": name})
+        rewrite(made, unit, lambda rows: rows)
+    edit_json(made.path / schema.MANIFEST, lambda manifest: manifest.update(revision=commit))
+    assert found(made) == {}
+
+
 # ---- lines without states ----
 
 
