@@ -16,7 +16,7 @@ from hs_ray.verify import Report, verify_argmax, verify_integrity, verify_refere
 def main(job: VerifyJob) -> int:
     path = str(job.output.path)
     storage = open_storage(path, job.output.storage_options)
-    report = verify_integrity(storage, job.verify.incomplete)
+    report = verify_integrity(storage, job.verify.incomplete, log=partial(print, flush=True))
     show("integrity", report)
     argmax = partial(verify_argmax, logprobs=job.verify.logprobs)
     reference = {"hf": verify_reference, "argmax": argmax}.get(job.verify.reference.value)

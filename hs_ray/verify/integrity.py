@@ -17,13 +17,15 @@ from hs_ray.verify.lists import check_files, check_manifest, load_manifest, load
 from hs_ray.verify.marker import check_marker
 from hs_ray.verify.norm import check_final_norm
 from hs_ray.verify.plan import check_plan
-from hs_ray.verify.report import Report
+from hs_ray.verify.report import Log, Report, with_progress
 from hs_ray.verify.run import check_run, read_run
 from hs_ray.verify.shard import ShardAudit, audit_shard
 
 
-def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | None = None) -> Report:
-    """Check everything that can be checked without the model.
+def verify_integrity(
+    storage: Storage, incomplete: bool = False, workers: int | None = None, log: Log | None = None
+) -> Report:
+    """Check everything that can be checked without the model. log: is told every few seconds how far it is.
 
     Raises OutputError where there is no run to check, or an unfinished one without `incomplete`; ShardError where
     run.json, which says what to check, is damaged. Every other trouble is a problem in the report.
@@ -44,9 +46,9 @@ def verify_integrity(storage: Storage, incomplete: bool = False, workers: int | 
         check_manifest(complete, markers, run, report)
     check_files(storage, markers, bool(manifest), report)
     norm = check_final_norm(storage, run_spec(run), report)
-    planned = check_plan(storage, run, report)
+    planned = check_plan(storage, run, report, log)
     readable = [marker for marker in markers.values() if marker.unit in planned.units]
-    _shards(storage, run, readable, norm, report, workers)
+    _shards(storage, run, readable, norm, report, workers, log)
     check_conservation(run, markers, complete, report)
     check_rejects(storage, run, markers, complete, planned.lines.keys(), report)
     if report.ok:
@@ -69,6 +71,7 @@ def _shards(
     norm: FinalNorm | None,
     report: Report,
     workers: int | None,
+    log: Log | None,
 ) -> None:
     """Audit units in parallel (hashing and array work let other threads run), compare their samples in order."""
     spec = run_spec(run)
@@ -97,7 +100,8 @@ def _shards(
                 marker_path(marker.unit),
                 f"is {marker.fingerprint[:16]}..., the run's is {run['fingerprint'][:16]}...",
             )
-    for result in _parallel(audit, markers, workers or min(8, os.cpu_count() or 1)):
+    results = _parallel(audit, markers, workers or min(8, os.cpu_count() or 1))
+    for result in with_progress(results, "shards", len(markers), report, log):
         report.merge(result.report)
         for probe in result.probes:
             content.add(probe)

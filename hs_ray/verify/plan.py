@@ -18,7 +18,7 @@ from hs_ray.reader.output import run_spec
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import RUN_JSON, SAMPLES, CaptureSpec, Sample, unit_name
 from hs_ray.storage import Storage
-from hs_ray.verify.report import Report
+from hs_ray.verify.report import Log, Report, with_progress
 from hs_ray.verify.run import fact
 
 PART = re.compile(rf"{SAMPLES}/part-(\d{{5,}})\.parquet")
@@ -56,7 +56,7 @@ class Plan:
     totals: Totals = field(default_factory=Totals)
 
 
-def check_plan(storage: Storage, run: dict[str, Any], report: Report) -> Plan:
+def check_plan(storage: Storage, run: dict[str, Any], report: Report, log: Log | None = None) -> Plan:
     plan, ids, told = Plan(), Counter[str](), run["plan"]
     units, per_file = told["units"], told["units_per_file"]
     if not 0 <= units <= told["samples"] or per_file < 1:
@@ -67,7 +67,8 @@ def check_plan(storage: Storage, run: dict[str, Any], report: Report) -> Plan:
     if per_file < 1:  # no unit can be found
         return plan
     rows = _Rows(run, report)
-    for part in _parts(storage, units, per_file, report):
+    parts = _parts(storage, units, per_file, report)
+    for part in with_progress(parts, "files of the plan", len(parts), report, log):
         first = part * per_file
         here = range(first, min(first + per_file, units))
         for unit in _check_part(storage, part_path(first, per_file), here, report):

@@ -1,9 +1,24 @@
 """What an audit found."""
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_SHOWN = 50
+SAY_S = 5.0  # between two lines of what is done so far
+Log = Callable[[str], None]
+Item = TypeVar("Item")
+
+
+def with_progress(items: Iterable[Item], what: str, total: int, report: "Report", log: Log | None) -> Iterator[Item]:
+    """The items, one by one; every few seconds a line says how many are done: an audit of terabytes takes hours."""
+    said = time.monotonic()
+    for done, item in enumerate(items):
+        if log is not None and time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            log(f"{done:,}/{total:,} {what}, {len(report.problems):,} problems so far")
+        yield item
 
 
 @dataclass(frozen=True)

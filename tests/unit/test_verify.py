@@ -286,3 +286,11 @@ def test_job_exit_codes(made: MadeOutput, tmp_path: Path):
     assert bad.returncode == 1 and "PROBLEM checksum" in bad.stdout
     none = run(tmp_path / "nothing")
     assert none.returncode == 2 and "Traceback" not in none.stderr
+
+
+def test_how_far_it_is_is_told(made: MadeOutput, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hs_ray.verify.report.SAY_S", -1.0)
+    said: list[str] = []
+    (made.path / schema.FINAL_NORM).unlink()
+    verify_integrity(open_storage(str(made.path)), log=said.append)
+    assert said == ["0/1 files of the plan, 1 problems so far"] + [f"{n}/3 shards, 1 problems so far" for n in range(3)]
