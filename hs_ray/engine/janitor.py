@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LOOK_SECONDS = 2.0  # between two looks at the processes
@@ -58,18 +59,26 @@ def stop(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _parents() -> dict[int, int]:
-    found = {}
+def _processes() -> tuple[dict[int, int], dict[int, str]]:
+    """The parent of each process; the start time, in clock ticks, of each that is no zombie.
+
+    The start time tells a process from a later one with the same pid.
+    """
+    parents, started = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                found[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    return found
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                pid = int(entry.name)
+                parents[pid] = int(fields[1])
+                if fields[0] != b"Z":
+                    started[pid] = fields[19].decode()
+    return parents, started
 
 
-def _descendants(pid: int) -> set[int]:
-    parents = _parents()
-    family = {pid}
+def _descendants(pids: set[int], parents: dict[int, int]) -> set[int]:
+    """The processes, and what descends from any of them."""
+    family = set(pids)
     while True:
         more = {child for child, parent in parents.items() if parent in family and child not in family}
         if not more:
@@ -77,24 +86,15 @@ def _descendants(pid: int) -> set[int]:
         family |= more
 
 
-def _marked(mark: str) -> set[int]:
-    """Processes that were started with the mark in their environment."""
+def _marked(mark: str, pids: Iterable[int]) -> set[int]:
+    """Those that were started with the mark in their environment."""
     word = os.fsencode(f"{MARK}={mark}")
     found = set()
-    for pid in _parents():
+    for pid in pids:
         with contextlib.suppress(OSError):
             if word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found
-
-
-def _started(pid: int) -> str | None:
-    """Start time in clock ticks: tells a process from a later one with the same pid."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
 
 
 def _is_janitor(pid: int) -> bool:
@@ -111,10 +111,12 @@ def _mapped(pid: int) -> set[int]:
     Not names: a semaphore is mapped under a temporary one that is gone, and linked to its own afterwards.
     """
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        text = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return set()
-    return {int(line.split()[4]) for line in lines if SHM in line}
+    word = SHM.encode()
+    lines = text.splitlines() if word in text else []  # thousands in an engine's process, and few processes have any
+    return {int(line.split()[4]) for line in lines if word in line}
 
 
 def _unlink(inodes: set[int]) -> None:
@@ -133,29 +135,30 @@ class Family:
         self.files: set[int] = set()
 
     def look(self) -> None:
-        self._add(_descendants(self.pid) - {self.pid})
+        self._add({self.pid}, *_processes())
         self.files |= _mapped(self.pid)
 
-    def _add(self, pids: set[int]) -> None:
-        self.members = {pid: started for pid, started in self.members.items() if _started(pid) == started}
-        for pid in pids:
-            started = _started(pid)
-            if started is not None and not _is_janitor(pid):
-                self.members[pid] = started
+    def _add(self, pids: set[int], parents: dict[int, int], started: dict[int, str]) -> None:
+        """Forget the members that are gone; take in what descends from the rest and from `pids`."""
+        self.members = {pid: since for pid, since in self.members.items() if started.get(pid) == since}
+        for pid in _descendants(pids | self.members.keys(), parents) - self.members.keys() - {self.pid}:
+            if pid in started and not _is_janitor(pid):
+                self.members[pid] = started[pid]
         self.files |= set().union(*map(_mapped, self.members))
 
     def end(self) -> None:
         """Kill what is left of it, and what that has started meanwhile; unlink the files that nobody else maps."""
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
-            self._add(set().union(_marked(self.mark), *map(_descendants, self.members)))
+            parents, started = _processes()
+            self._add(_marked(self.mark, started), parents, started)
             if not self.members:
                 break
             for pid in self.members:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(GLANCE_SECONDS)  # what is killed goes a moment later, and only its parent is told
-        others = _parents().keys() - self.members.keys()
+        others = _processes()[0].keys() - self.members.keys()
         _unlink(self.files - set().union(*map(_mapped, others)))
 
 

@@ -96,6 +96,27 @@ def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> Non
     assert not child.exists() and not shared.exists()
 
 
+def test_a_large_family_is_found_in_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first of it is killed all of it is alive, and a scan of a busy machine takes many milliseconds."""
+    code = "for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; echo; wait"
+    watched = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE)
+    assert watched.stdout is not None
+    watched.stdout.readline()
+    family = janitor.Family(watched.pid, "none")
+    family.look()
+    members = set(family.members)
+    assert len(members) == 9
+    watched.kill()
+    watched.wait()
+    done = []
+    list_folder, kill = Path.iterdir, os.kill
+    monkeypatch.setattr(Path, "iterdir", lambda path: done.append(str(path)) or list_folder(path))
+    monkeypatch.setattr(os, "kill", lambda pid, number: done.append("kill") or kill(pid, number))
+    family.end()
+    assert done[:2] == ["/proc", "kill"]
+    assert members.isdisjoint(janitor._processes()[1])
+
+
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     """Of anybody's file in /dev/shm: it is in the list of what his process has mapped."""
     path = os.fsencode(f"/dev/shm/hs_ray-test-{tmp_path.name}-") + b"\xff"
