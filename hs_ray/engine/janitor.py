@@ -22,6 +22,7 @@ from pathlib import Path
 
 LOOK_SECONDS = 2.0  # between two looks at the processes
 GLANCE_SECONDS = 0.05  # between two at whether /dev/shm has changed: whoever made a file may be killed the moment after
+SETTLE_SECONDS = 0.2  # from a name in /dev/shm to its mapping
 END_SECONDS = 10.0  # for what was killed to be gone
 SHM = "/dev/shm/"
 NOTE = "shm-"  # in the folder for temporary files: names of files in /dev/shm
@@ -169,19 +170,19 @@ def watch(pid: int, mark: str) -> None:
     except ProcessLookupError:
         return
     family = Family(pid, mark)
+    names, changed, due = 0, 0.0, False  # names: when the last look began, those in /dev/shm had changed then
     looked, pause = 0.0, GLANCE_SECONDS
     while not select.select([handle], [], [], pause)[0]:
         now = time.monotonic()
-        if now - looked > LOOK_SECONDS or _changed_lately():
+        before, names = names, Path(SHM).stat().st_mtime_ns
+        if names != before:  # however long the pause was
+            changed, due = now, True
+        if due or now - looked > LOOK_SECONDS:
             family.look()
+            due = now - changed < SETTLE_SECONDS  # what comes is mapped a moment later
             looked = time.monotonic()
             pause = max(GLANCE_SECONDS, 4 * (looked - now))  # a fifth of a core at most, where /dev/shm is busy
     family.end()
-
-
-def _changed_lately() -> bool:
-    """Whether a name came or went in /dev/shm; what comes is mapped a moment later."""
-    return time.time() - Path(SHM).stat().st_mtime < 4 * GLANCE_SECONDS
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -94,6 +95,30 @@ def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> Non
     while time.monotonic() < deadline and (child.exists() or shared.exists()):
         time.sleep(0.1)
     assert not child.exists() and not shared.exists()
+
+
+def test_a_change_in_the_pause_after_a_long_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is, the change is seen, and looked for again: what comes is mapped a moment after its name."""
+    monkeypatch.setattr(janitor, "SHM", f"{tmp_path}/")
+    monkeypatch.setattr(janitor, "LOOK_SECONDS", 3600.0)  # by a change alone
+    name = tmp_path / "name"
+    watched = subprocess.Popen(["sleep", "20"])
+    found = []
+
+    class Family(janitor.Family):
+        def look(self) -> None:
+            if name.exists():
+                found.append(name)
+            if len(found) == 2:
+                watched.kill()
+            time.sleep(0.1)
+            if not name.exists():
+                Timer(0.05, name.touch).start()
+
+    monkeypatch.setattr(janitor, "Family", Family)
+    janitor.watch(watched.pid, "none")
+    watched.wait()
+    assert len(found) == 2
 
 
 def test_a_large_family_is_found_in_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
