@@ -4,7 +4,9 @@ Run as a script with the pid of the process to watch over. SGLang, NCCL and Pyth
 /dev/shm and unlink them at a clean end only; `kill -9` is never clean, and Ray's agents wait a minute for a cluster
 that is gone. SGLang's sockets stay at a clean end too. While the watched process lives this one notes which processes
 descend from it and which files in /dev/shm they map; what began at the last moment is known by a mark in its
-environment. Standard library alone, so that it starts in milliseconds.
+environment. Out of reach is what began after the last look (two seconds ago at most), has lost its parent and bears no
+mark: it was given an environment of its own, or was forked from the watched process without an exec.
+Standard library alone, so that it starts in milliseconds.
 """
 
 import contextlib
@@ -35,6 +37,9 @@ def start(*folders: str) -> int:
     What this process starts from here on is marked, and ends with it. folders: removed when this process has ended.
     """
     mark = os.environ[MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
+    # SGLang's and Ray's processes set a title, and setproctitle writes it over what /proc shows as their environment,
+    # unless it is told to keep within the command line.
+    os.environ["SPT_NOENV"] = "1"
     command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), mark, *folders]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 

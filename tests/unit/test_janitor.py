@@ -63,6 +63,12 @@ print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=T
 ORPHAN = """
 subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null & echo $!"], check=True)
 """
+TITLED = """
+code = f"import os, time, {sys.argv[2]} as titles; titles.setproctitle('sglang::detokenizer');"
+code += "print(os.getpid(), flush=True); time.sleep(600)"
+shell = subprocess.Popen(["sh", "-c", 'setsid "$0" -c "$1" &', sys.executable, code], stdout=subprocess.PIPE)
+os.write(1, shell.stdout.readline())
+"""
 KILLED_CHILD = """
 mapping = "import mmap, os, sys, time; fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); os.ftruncate(fd, 4096);"
 mapping += "kept = mmap.mmap(fd, 4096); print(os.getpid(), flush=True); time.sleep(600)"
@@ -95,6 +101,18 @@ def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> Non
     while time.monotonic() < deadline and (child.exists() or shared.exists()):
         time.sleep(0.1)
     assert not child.exists() and not shared.exists()
+
+
+@pytest.mark.parametrize("titles", ["setproctitle", "ray._raylet"])
+def test_an_orphan_with_a_title(titles: str, tmp_path: Path) -> None:
+    """A title takes the memory that /proc shows as the environment, where the mark is: SGLang's way, and Ray's."""
+    command = [sys.executable, "-c", START + TITLED + END, tmp_path, titles]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    orphan = Path(f"/proc/{int(done.stdout)}")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and orphan.exists():
+        time.sleep(0.1)
+    assert not orphan.exists()
 
 
 def test_a_change_in_the_pause_after_a_long_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
