@@ -178,7 +178,7 @@ def watch(pid: int, mark: str) -> None:
     names, changed, due = 0, 0.0, False  # names: when the last look began, those in /dev/shm had changed then
     looked, pause = 0.0, GLANCE_SECONDS
     while not select.select([handle], [], [], pause)[0]:
-        now = time.monotonic()
+        now, worked = time.monotonic(), time.process_time()
         before, names = names, Path(SHM).stat().st_mtime_ns
         if names != before:  # however long the pause was
             changed, due = now, True
@@ -186,7 +186,8 @@ def watch(pid: int, mark: str) -> None:
             family.look()
             due = now - changed < SETTLE_SECONDS  # what comes is mapped a moment later
             looked = time.monotonic()
-            pause = max(GLANCE_SECONDS, 4 * (looked - now))  # a fifth of a core at most, where /dev/shm is busy
+            # A fifth of a core at most, where /dev/shm is busy. A wait for a core is no work.
+            pause = max(GLANCE_SECONDS, 4 * (time.process_time() - worked))
     family.end()
 
 
