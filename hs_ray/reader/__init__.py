@@ -68,7 +68,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     batch_size: the DataLoader's, 1 if it makes no batches. Workers then take whole batches, so that the loader's order,
         and with it the place where `load_state_dict` takes up, does not depend on their number. None: `state_dict` is
         refused behind several workers.
-    rank, world_size: None: those of torch.distributed, if it is initialised.
+    rank, world_size: None: those of torch.distributed, if it is initialised; beside accelerate they have to be given.
     even: drop the last samples (fewer than world_size) so that every rank has the same number.
     incomplete: read what is committed of an unfinished run.
 

@@ -1,6 +1,7 @@
 """Which sample comes when: the order of an epoch, each rank's share of it, and where a pass through it stands."""
 
 import os
+import sys
 from typing import Any, TypeVar
 
 import numpy as np
@@ -138,8 +139,10 @@ def refuse_in_worker(method: str) -> None:
 
 
 def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """As given, or those of torch.distributed. Raises ConfigError for one without the other, and out of range."""
+    """As given, or those of torch.distributed. Raises ConfigError for one without the other, out of range, and where
+    they have to be given."""
     if rank is None and world_size is None:
+        _refuse_beside_accelerate()
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
@@ -147,6 +150,22 @@ def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ConfigError(f"rank = {rank}, world_size = {world_size}: give both, with 0 <= rank < world_size")
     return rank, world_size
+
+
+def _refuse_beside_accelerate() -> None:
+    """accelerate, and with it Trainer, shares the batches of a loader over its processes: of a share that was taken
+    here, most samples would never be trained. Raises ConfigError where it runs several.
+
+    It is not imported for that: whoever uses it has done so.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    processes = getattr(state, "_shared_state", {}).get("num_processes", 1)  # to ask the class itself would begin one
+    if processes > 1:
+        raise ConfigError(
+            f"rank = None, world_size = None: accelerate runs {processes} processes, and what it prepares it shares "
+            "over them itself; give rank=0, world_size=1 where it prepares the loader (Trainer does; with map_style() "
+            "too), this process's own rank and world_size where it does not"
+        )
 
 
 def check_ranks_of_a_node(path: str, world_size: int, even: bool) -> None:

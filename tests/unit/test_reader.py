@@ -120,6 +120,27 @@ def test_shuffle_depends_on_seed_and_epoch_alone(made: MadeOutput):
     assert sum(a != b for a, b in zip(units, units[1:], strict=False)) == 2
 
 
+def test_beside_accelerate_the_rank_has_to_be_given(made: MadeOutput, monkeypatch: pytest.MonkeyPatch):
+    """It would share the rank's share once more."""
+    from accelerate.state import PartialState
+
+    for processes, state in ((1, {}), (1, {"num_processes": 1}), (2, {"num_processes": 2})):
+        monkeypatch.setattr(PartialState, "_shared_state", state)
+        assert not state or PartialState().num_processes == processes  # where accelerate itself keeps it
+        if processes == 1:
+            assert len(HiddenStatesDataset(str(made.path))) == len(made.committed)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            HiddenStatesDataset(str(made.path))
+        assert str(caught.value) == (
+            "rank = None, world_size = None: accelerate runs 2 processes, and what it prepares it shares over them "
+            "itself; give rank=0, world_size=1 where it prepares the loader (Trainer does; with map_style() too), this "
+            "process's own rank and world_size where it does not"
+        )
+        assert len(HiddenStatesDataset(str(made.path), rank=0, world_size=1).map_style()) == len(made.committed)
+        assert len(HiddenStatesDataset(str(made.path), rank=1, world_size=2)) == len(made.committed) // 2
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_share_without_loss_or_repeat(made: MadeOutput, world: int, shuffle: bool):
