@@ -24,11 +24,14 @@ from hs_ray.errors import ConfigError, ShardError
 from hs_ray.reader.batch import Sample, collate
 from hs_ray.reader.norm import FinalNorm, load_final_norm
 from hs_ray.reader.order import (
+    SHARDS,
     Order,
     Place,
     check_consumed,
     check_ranks_of_a_node,
+    differences,
     epoch_order,
+    layout_digest,
     ranks,
     refuse_in_worker,
     share,
@@ -103,6 +106,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         self.rank, self.world_size = ranks(rank, world_size)
         self._first = np.cumsum([0] + [shard.samples for shard in self.output.shards])  # first sample of each shard
         self.num_samples = int(self._first[-1])  # over all ranks
+        self._layout = layout_digest((shard.unit, shard.samples) for shard in self.output.shards)
         self.place = Place()
         self._taken = [0]  # samples that the latest pass of this process has given
         self._files: OrderedDict[int, ShardFile] = OrderedDict()
@@ -169,11 +173,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         may differ from those it was taken with. Raises ConfigError if it belongs to other data or another order.
         """
         refuse_in_worker("load_state_dict")
-        wrong = [
-            f"{name} = {state.get(name)!r} in the state, {value!r} here"
-            for name, value in self._identity().items()
-            if state.get(name) != value
-        ]
+        wrong = differences(state, self._identity())
         epoch, position = state.get("epoch", -1), state.get("position", -1)
         if not all(isinstance(value, int) and value >= 0 for value in (epoch, position)) or position > self.num_samples:
             wrong.append(f"epoch = {epoch!r}, position = {position!r} in the state")
@@ -189,6 +189,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         return {
             "fingerprint": self.output.fingerprint,
             "num_samples": self.num_samples,
+            SHARDS: self._layout,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "window": self.window,

@@ -1,7 +1,10 @@
 """Which sample comes when: the order of an epoch, each rank's share of it, and where a pass through it stands."""
 
+import hashlib
+import json
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +16,7 @@ from hs_ray.errors import ConfigError
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 EPOCH, POSITION, PASS, WORKERS, BATCH, SEEN = range(6)  # places in the shared memory of a Place
 MAX_WORKERS = 4096
+SHARDS = "shards"  # key of a state: the digest of their layout, which earlier releases did not note
 Order = TypeVar("Order", np.ndarray, range)  # of sample numbers
 
 
@@ -35,6 +39,21 @@ def share(order: Order, rank: int, world_size: int, even: bool) -> Order:
     if even:
         order = order[: len(order) - len(order) % world_size]
     return order[rank::world_size]
+
+
+def layout_digest(shards: Iterable[tuple[int, int]]) -> str:
+    """sha256 of (unit, samples) of each shard: the same samples in other shards are shuffled into another order."""
+    return hashlib.sha256(json.dumps(list(shards)).encode()).hexdigest()
+
+
+def differences(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """What of the order's identity is another in a state."""
+    told = {SHARDS: identity[SHARDS], **state}
+    return [
+        f"{name} = {told.get(name)!r} in the state, {value!r} here"
+        for name, value in identity.items()
+        if told.get(name) != value
+    ]
 
 
 class Place:
