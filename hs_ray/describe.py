@@ -19,7 +19,7 @@ from hs_ray.reader import HiddenStatesDataset, Output
 from hs_ray.reader.output import load_markers
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import REJECTED, SAMPLES
-from hs_ray.storage import Storage, open_storage
+from hs_ray.storage import Storage, open_storage, raise_outage
 from hs_ray.verify.run import read_run
 
 BAR = 40  # characters of the longest bar
@@ -128,6 +128,7 @@ def _read(storage: Storage, path: str, columns: list[str]) -> pa.Table:
         with storage.open(path) as file:
             table = pq.ParquetFile(file).read(columns=columns)
     except READ_ERRORS as error:
+        raise_outage(error)
         raise ShardError(f"{storage.root}/{path}: cannot be read ({error}); restore the file") from error
     if missing := set(columns) - set(table.column_names):
         raise ShardError(f"{storage.root}/{path}: no file of a plan, it has no {', '.join(sorted(missing))}")

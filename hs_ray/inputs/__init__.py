@@ -13,7 +13,7 @@ from hs_ray.inputs.overlap import overlaps
 from hs_ray.inputs.read import iter_chunk, read_chunk
 from hs_ray.inputs.records import REJECT_CODES
 from hs_ray.inputs.samples import TokenizeSettings
-from hs_ray.inputs.sources import Chunk, Source, content_digests, is_outage, list_sources, split_sources
+from hs_ray.inputs.sources import Chunk, Source, content_digests, list_sources, split_sources
 
 __all__ = [
     "REJECT_CODES",
@@ -21,7 +21,6 @@ __all__ = [
     "Source",
     "TokenizeSettings",
     "content_digests",
-    "is_outage",
     "iter_chunk",
     "list_sources",
     "overlaps",

@@ -4,7 +4,6 @@ Lines are split on the byte `\\n` and nothing else: `str.splitlines` and text mo
 `\\r`, which are legal in JSON.
 """
 
-import errno
 import hashlib
 import os
 import posixpath
@@ -23,6 +22,7 @@ from fsspec.core import url_to_fs
 from hs_ray.config import InputConfig
 from hs_ray.errors import HsRayError, InputError, RunError
 from hs_ray.inputs.records import Rejected, parse_json, recognise
+from hs_ray.storage import is_outage
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -36,14 +36,6 @@ DEMO = Path(__file__).parent.parent / "demo"  # what `input.path=null` means
 BOM = b"\xef\xbb\xbf"
 
 
-# An OSError of these says something of the file or its address (Arrow's for damage have no number); any other is of a
-# disk or a store that is unwell.
-OF_THE_FILE = {
-    None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
-    errno.EINVAL, errno.ENOSYS, errno.EREMCHG,
-}  # fmt: skip
-
-
 def unreadable(*more: type[Exception]) -> tuple[type[Exception], ...]:
     """What opening and reading raise, and `more`. An S3 store that is not reached raises no OSError but botocore's own.
 
@@ -52,17 +44,6 @@ def unreadable(*more: type[Exception]) -> tuple[type[Exception], ...]:
     botocore, aiohttp = sys.modules.get("botocore.exceptions"), sys.modules.get("aiohttp")
     of_stores = [*([botocore.BotoCoreError] if botocore else []), *([aiohttp.ClientError] if aiohttp else [])]
     return (OSError, pa.ArrowInvalid, *of_stores, *more)
-
-
-def is_outage(error: Exception) -> bool:
-    """Whether a disk or a store is unwell, which passes; else the file is missing, damaged or not ours to read."""
-    if isinstance(error, OSError):
-        return isinstance(error, TimeoutError | ConnectionError) or error.errno not in OF_THE_FILE
-    if "botocore" not in sys.modules:
-        return False
-    from hs_ray.storage.s3_requests import is_transient
-
-    return is_transient(error)
 
 
 def cannot_be_read(path: str, error: Exception, advice: str = "check the file") -> HsRayError:

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from hs_ray.config import to_plain
 from hs_ray.errors import OutputError
-from hs_ray.inputs import Source, is_outage
+from hs_ray.inputs import Source
 from hs_ray.plan.build import PlanSummary
 from hs_ray.plan.files import UNITS_KEY, part_path, unit_digest
 from hs_ray.plan.resolved import ResolvedJob
 from hs_ray.schema import FORMAT_VERSION, RUN_JSON, CaptureSpec, Sample, layer_spellings, unit_name
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, raise_outage
 
 IO_THREADS = 16
 # Arrow's own errors are among these, and what the decoding of damaged rows can end in.
@@ -38,8 +38,7 @@ def read_unit(storage: Storage, unit: int, units_per_file: int) -> list[Sample]:
         _check_digest(table, parquet.metadata, unit % units_per_file)
         return _samples(table)
     except DAMAGE as error:
-        if isinstance(error, OSError) and is_outage(error):
-            raise
+        raise_outage(error)
         raise OutputError(
             f"output.path = {storage.root}: {path}, the plan of {unit_name(unit)}, cannot be read ({error}); "
             f"restore the file, or start a run in another folder"

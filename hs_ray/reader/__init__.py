@@ -76,7 +76,7 @@ class HiddenStatesDataset(IterableDataset[Sample]):
     incomplete: read what is committed of an unfinished run.
 
     Raises OutputError (no run there, or an unfinished one), ConfigError (no such column), ShardError (a damaged or
-    foreign file, which it names).
+    foreign file, which it names), OSError (a disk or store that is unwell).
     """
 
     def __init__(

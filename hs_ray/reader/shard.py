@@ -21,12 +21,12 @@ import torch
 from hs_ray.errors import ConfigError, ShardError
 from hs_ray.reader.batch import empty_tensors
 from hs_ray.schema import METADATA_KEY, STATE_BYTES, stored_columns
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, raise_outage
 
 SMALL_COLUMNS = ["sample_id", "source", "line", "num_tokens", "sample_tokens", "input_ids", "loss_mask", "token_start"]
 LISTS = ("input_ids", "loss_mask")
 ALWAYS = ("sample_id", "source", "line", *LISTS)  # in every sample, asked for or not
-# What damage makes pyarrow and os raise.
+# What damage makes pyarrow and os raise; an outage may be among it: raise_outage.
 READ_ERRORS = (OSError, ValueError, LookupError, OverflowError, pa.ArrowException)
 FOOTER: dict[str, type] = {"fingerprint": str, "hidden_size": int, "compression": str, "columns": list}
 
@@ -64,7 +64,8 @@ def decode_state(table: pa.Table, column: str, compression: str) -> np.ndarray:
 class ShardFile:
     """An open shard. `metadata` is the JSON that its footer carries, `num_rows` its rows (one a row group).
 
-    Raises ShardError, naming the file, for anything that is not a shard, and for any row that cannot be read.
+    Raises ShardError, naming the file, for anything that is not a shard, and for any row that cannot be read; while its
+    disk or store is unwell, the OSError that says so.
     """
 
     def __init__(self, storage: Storage, path: str):
@@ -78,6 +79,7 @@ class ShardFile:
             self._number = {schema.column(i).path: i for i in range(len(schema))}
             names = set(self._parquet.schema_arrow.names)
         except READ_ERRORS as error:
+            raise_outage(error)
             raise ShardError(f"{self.name}: not a readable Parquet file ({error})") from error
         self.metadata = self._footer()
         self.num_rows: int = self._parquet.num_row_groups
@@ -245,4 +247,5 @@ class ShardFile:
         try:
             return read()
         except READ_ERRORS as error:
+            raise_outage(error)
             raise ShardError(f"{self.name}: damaged ({error})") from error

@@ -6,6 +6,7 @@ from typing import Any
 from hs_ray.errors import OutputError
 from hs_ray.storage.base import FileInfo, Storage
 from hs_ray.storage.local import LocalStorage
+from hs_ray.storage.outage import is_outage, raise_outage
 from hs_ray.storage.per_node import PerNodeStorage
 from hs_ray.storage.room import FULL, OnWait, wait_while, when_there_is_room
 from hs_ray.storage.scratch import GrowingHash, Scratch
@@ -19,7 +20,9 @@ __all__ = [
     "PerNodeStorage",
     "Scratch",
     "Storage",
+    "is_outage",
     "open_storage",
+    "raise_outage",
     "wait_while",
     "when_there_is_room",
 ]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import DONE, MANIFEST, REJECTED, REJECTS, RUN_JSON, Marker, Reject, Sample, marker_path, unit_name
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, raise_outage
 from hs_ray.verify.report import Report
 
 Line = tuple[str | None, str, int, str]  # sample_id, source, line, code of a line without states
@@ -120,6 +120,7 @@ def _rejected(storage: Storage, number: int, report: Report) -> list[Line] | Non
             rows = pq.ParquetFile(file, page_checksum_verification=True).read(columns=list(LINE_COLUMNS)).to_pylist()
         found = [_line_of(row) for row in rows]
     except (*READ_ERRORS, KeyError) as error:
+        raise_outage(error)
         report.add("plan", REJECTED, f"cannot be read ({error}); {number} lines of the input are in it alone")
         return None
     if len(found) != number:

@@ -28,7 +28,8 @@ def verify_integrity(
     """Check everything that can be checked without the model. log: is told every few seconds how far it is.
 
     Raises OutputError where there is no run to check, or an unfinished one without `incomplete`; ShardError where
-    run.json, which says what to check, is damaged. Every other trouble is a problem in the report.
+    run.json, which says what to check, is damaged; OSError at the first outage of its disk or store. Every other
+    trouble is a problem in the report.
     """
     run = read_run(storage)
     storage = find_shards(storage, run)
@@ -111,10 +112,14 @@ def _shards(
 def _parallel(call: Any, items: list[Marker], workers: int) -> Iterator[ShardAudit]:
     """Results in order; at most twice `workers` wait to be taken."""
     with ThreadPoolExecutor(workers) as pool:
-        pending, rest = [], iter(items)
-        for item in rest:
-            pending.append(pool.submit(call, item))
-            if len(pending) >= 2 * workers:
-                yield pending.pop(0).result()
-        for future in pending:
-            yield future.result()
+        pending = []
+        try:
+            for item in items:
+                pending.append(pool.submit(call, item))
+                if len(pending) >= 2 * workers:
+                    yield pending.pop(0).result()
+            for future in pending:
+                yield future.result()
+        except BaseException:  # an outage: each of those that wait would be ten minutes finding out the same
+            pool.shutdown(cancel_futures=True)
+            raise

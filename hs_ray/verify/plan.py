@@ -1,6 +1,5 @@
 """The plan against itself and against what run.json says of it: parts, units, order, sources, masks, totals."""
 
-import contextlib
 import json
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from hs_ray.plan.files import UNITS_KEY, part_path
 from hs_ray.reader.output import run_spec
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import RUN_JSON, SAMPLES, CaptureSpec, Sample, unit_name
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, raise_outage
 from hs_ray.verify.report import Log, Report, with_progress
 from hs_ray.verify.run import fact
 
@@ -132,6 +131,7 @@ def _check_part(storage: Storage, path: str, units: range, report: Report) -> ra
             rows = [parquet.metadata.row_group(group).num_rows for group in range(len(units))]
             _check_units(parquet, path, units, report)
     except READ_ERRORS as error:
+        raise_outage(error)
         report.add("plan", path, f"cannot be read ({error!r:.200})")
         return range(0)
     try:
@@ -145,10 +145,13 @@ def _check_part(storage: Storage, path: str, units: range, report: Report) -> ra
 
 def _check_units(parquet: pq.ParquetFile, path: str, units: range, report: Report) -> None:
     for group, unit in enumerate(units):
-        with contextlib.suppress(*READ_ERRORS, LookupError):
+        try:
             found = set(parquet.read_row_group(group, columns=["unit"]).column(0).to_pylist())
-            if found != {unit}:
-                report.add("plan", path, f"the samples of {unit_name(unit)} have the units {sorted(found, key=str)}")
+        except READ_ERRORS as error:  # damage is told when the unit is read whole
+            raise_outage(error)
+            continue
+        if found != {unit}:
+            report.add("plan", path, f"the samples of {unit_name(unit)} have the units {sorted(found, key=str)}")
 
 
 class _Rows:

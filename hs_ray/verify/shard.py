@@ -19,7 +19,7 @@ from hs_ray.schema import (
     marker_path,
     state_checksum,
 )
-from hs_ray.storage import Storage
+from hs_ray.storage import Storage, raise_outage
 from hs_ray.verify.content import SampleProbe, probe_sample
 from hs_ray.verify.footer import footer_fits
 from hs_ray.verify.norm import LIMIT, norm_error
@@ -58,6 +58,7 @@ def audit_shard(
     except HsRayError:  # the store, not the file
         raise
     except Exception as error:  # noqa: BLE001  damage can surface as anything, and must not hide the other shards' results
+        raise_outage(error)
         audit.report.add("file", path, f"damaged, the check ended at {type(error).__name__}: {error}")
     return audit
 
@@ -81,6 +82,7 @@ def _audit(
             audit.report.add("checksum", path, f"sha256 is {digest[:16]}..., the marker says {marker.sha256[:16]}...")
         parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     except READ_ERRORS as error:
+        raise_outage(error)
         audit.report.add("file", path, f"not a readable Parquet file ({error})")
         return
     if footer_fits(parquet, path, run, columns, marker, audit.report):
@@ -122,6 +124,7 @@ class _Rows:
             try:
                 table = self.parquet.read_row_group(number, use_threads=False)
             except READ_ERRORS as error:
+                raise_outage(error)
                 self.report.add("file", self.path, f"row {number} cannot be read ({error})")
                 continue
             row = self._small(number, table)
