@@ -7,7 +7,6 @@ The keys are in `config_schema`, the checks of meaning in `config_checks`.
 """
 
 import dataclasses
-import errno
 import re
 import sys
 import types
@@ -266,7 +265,9 @@ def run_job(job_class: type[JobT], config_name: str, body: Callable[[JobT], int]
         print(f"\n{error}\n", file=sys.stderr, flush=True)
         code = error.exit_code
     except OSError as error:
-        if error.errno != errno.EIO:  # a disk, or a store that was asked for ten minutes: no fault of the code
+        from hs_ray.storage import is_outage  # only here: it brings pyarrow, for which --help need not wait
+
+        if not is_outage(error):  # a disk, or a store that was asked for ten minutes, is no fault of the code
             raise
         print(f"\n{config_name} failed: {error}; run the same command again\n", file=sys.stderr, flush=True)
         code = 1

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hs_ray.errors import ConfigError, OutputError
+from hs_ray.errors import ConfigError, OutputError, RunError
 from hs_ray.export.common import TMP, Choice, Exporter, Totals, write_whole
 from hs_ray.export.modelopt import ModelOptExporter
 from hs_ray.export.specforge import SpecForgeExporter
@@ -74,7 +75,8 @@ def export(
     """Write the output at `path` for the trainer `to` into the folder `target`; returns the note written beside it.
 
     Raises ConfigError if the trainer cannot use this output, OutputError if it does not fit or `target` holds another
-    export, ShardError for states that no trainer should see (which trainers do not check).
+    export, ShardError for states that no trainer should see (which trainers do not check), RunError where a worker was
+    killed.
     """
     storage = open_storage(path, storage_options)
     read_run(storage)
@@ -250,10 +252,15 @@ def _results(tasks: list[_Task], workers: int) -> Iterator[UnitResult]:
     # of them have the one dataset, which knows every shard.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker, (tasks,)) as pool:
-        futures = [pool.submit(_export_in_worker, number) for number in range(len(tasks))]
         try:
+            futures = [pool.submit(_export_in_worker, number) for number in range(len(tasks))]
             for future in as_completed(futures):
                 yield future.result()
+        except BrokenProcessPool:
+            raise RunError(
+                f"export.workers = {workers}: a worker was killed, most likely for want of memory; fewer, and run the "
+                "same command again"
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -25,7 +25,7 @@ from hs_ray.schema import (
     shard_path,
     unit_name,
 )
-from hs_ray.storage import FileInfo, PerNodeStorage, Storage
+from hs_ray.storage import FileInfo, PerNodeStorage, Storage, raise_outage
 
 OUR_SHARD = re.compile(r"unit-\d{6,}-[\w.-]+\.parquet")
 MARKERS_AT_ONCE = 256  # in memory: they have checksums of every sample
@@ -100,11 +100,19 @@ def load_json(storage: Storage, path: str) -> dict[str, Any] | None:
 
 
 def load_run(storage: Storage, also: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """`_run/run.json`. Raises OutputError if this is no output of hs_ray, ShardError if the file is no JSON.
+    """`_run/run.json`. Raises OutputError if this is no output of hs_ray, or not ours to read; ShardError if the file
+    is no JSON.
 
     also: what the caller believes of it beyond what readers need.
     """
-    run = load_json(storage, RUN_JSON)
+    try:
+        run = load_json(storage, RUN_JSON)
+    except OSError as error:
+        raise_outage(error)
+        raise OutputError(
+            f"output.path = {storage.root}: {RUN_JSON} there cannot be read ({error.strerror}); check the path, and "
+            "the rights to what is in it"
+        ) from None
     if run is None:
         raise OutputError(
             f"output.path = {storage.root}: no {RUN_JSON} there, so this is not an output of hs_ray; check the path"

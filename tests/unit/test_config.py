@@ -305,18 +305,27 @@ def test_the_demo_output_is_for_the_demo_input(
     assert bool(check(seen[0])) == (path is None)
 
 
-def test_an_unwell_store_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_an_unwell_store_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
     monkeypatch.setattr(sys, "argv", ["verify.py"])
 
     def body(job: VerifyJob) -> int:
-        raise OSError(errno.EIO, "shards/a: get_object: still failing after 600 s")
+        raise OSError(code, "shards/a: get_object: still failing after 600 s")
 
     with pytest.raises(SystemExit) as left:
         run_job(VerifyJob, "verify", body)
     assert left.value.code == 1
     assert capsys.readouterr().err.strip() == (
-        "verify failed: [Errno 5] shards/a: get_object: still failing after 600 s; run the same command again"
+        f"verify failed: [Errno {code}] shards/a: get_object: still failing after 600 s; run the same command again"
     )
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["verify.py"])
+    with pytest.raises(FileNotFoundError):
+        run_job(VerifyJob, "verify", lambda job: len(Path("/nowhere").read_bytes()))
 
 
 def test_run_help_and_cfg() -> None:

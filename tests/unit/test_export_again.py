@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -27,8 +28,9 @@ from make_output import (
     write_unit,
 )
 
+from hs_ray import export as exporting
 from hs_ray import schema
-from hs_ray.errors import ConfigError, OutputError
+from hs_ray.errors import ConfigError, OutputError, RunError
 from hs_ray.export import EXPORTERS, NOTE, export
 from hs_ray.export.common import TMP, vocab_mapping
 from hs_ray.reader import Output, load_final_norm, open_output
@@ -171,6 +173,21 @@ def test_of_an_unfinished_run_only_a_few_markers_are_in_memory(
 
 class HashedMarker(schema.Marker):
     __hash__ = object.__hash__  # a set takes it
+
+
+class Killer:
+    """Kills the worker that it is handed over to."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+def test_a_worker_that_was_killed_is_one_message():
+    with pytest.raises(RunError) as caught:
+        list(exporting._results([Killer(), Killer()], 2))  # type: ignore[list-item]
+    assert str(caught.value) == (
+        "export.workers = 2: a worker was killed, most likely for want of memory; fewer, and run the same command again"
+    )
 
 
 # ---- the folder ----

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "hs_ray"
 # A module may import those before it, never one after it. ARCHITECTURE.md says what each is for.
 ORDER = [
-    "errors", "schema", "config_schema", "config_checks", "config_docs", "config", "storage", "lease", "weights",
+    "errors", "schema", "config_schema", "config_checks", "config_docs", "storage", "config", "lease", "weights",
     "builtin_models", "model", "inputs", "plan", "engine", "prove", "writer", "extract", "manifest", "report",
     "pipeline", "reader", "verify", "describe", "export", "bench", "submit",
 ]  # fmt: skip

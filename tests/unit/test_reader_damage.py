@@ -1,5 +1,6 @@
 """hs_ray.reader on outputs that are incomplete or damaged: one message that names the file, and no sample."""
 
+import errno
 import json
 import re
 import subprocess
@@ -20,6 +21,7 @@ from test_reader import bits, ids
 from hs_ray import schema
 from hs_ray.errors import OutputError, ShardError
 from hs_ray.reader import HiddenStatesDataset
+from hs_ray.storage import LocalStorage
 from hs_ray.weights import norm_digest
 
 
@@ -32,6 +34,38 @@ def made(both_output: MadeOutput) -> MadeOutput:
 def test_no_output(tmp_path: Path):
     with pytest.raises(OutputError, match=r"no _run/run\.json there"):
         HiddenStatesDataset(str(tmp_path))
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path):
+    """Nor is it a fault of hs_ray, whose traceback would be shown."""
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "file", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises(OutputError) as caught:
+            HiddenStatesDataset(str(path))
+        assert str(caught.value) == (
+            f"output.path = {path}: _run/run.json there cannot be read ({reason}); check the path, and the rights to "
+            "what is in it"
+        )
+
+
+def test_a_folder_that_is_not_ours_to_read(made: MadeOutput, monkeypatch: pytest.MonkeyPatch):
+    def size(*_: Any) -> int:  # root, as whom tests may run, is refused nothing
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(LocalStorage, "size", size)
+    with pytest.raises(OutputError, match=r"output\.path = .*/out: .*\(Permission denied\)"):
+        HiddenStatesDataset(str(made.path))
+
+
+@pytest.mark.parametrize("job", ["verify", "describe", "export"])
+def test_the_jobs_say_that_a_path_is_no_folder(tmp_path: Path, job: str):
+    (tmp_path / "file").write_text("")
+    script = str(Path(__file__).parents[2] / "jobs" / f"{job}.py")
+    more = [f"export.path={tmp_path / 'x'}"] if job == "export" else []
+    command = [sys.executable, script, f"output.path={tmp_path / 'file'}", *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().startswith(f"output.path = {tmp_path / 'file'}: ") and "Traceback" not in done.stderr
 
 
 def test_incomplete_needs_the_flag(made: MadeOutput, copy: Path):
