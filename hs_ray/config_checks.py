@@ -97,6 +97,7 @@ OWNED_ENGINE_ARGS = {
     "grammar_backend": "nothing is sampled",
     "sleep_on_idle": "an engine that waits for the disk must leave its core to the writers",
 }
+DEVICES = ("auto", "cuda", "cpu")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -147,18 +148,22 @@ def check(job: Any) -> list[str]:
             problems.append(_text("cluster.tokens_per_second", rate, "null, or more than 0"))
     for group, name, least in (
         ("verify", "samples", 1),
+        ("verify", "seed", 0),
         ("export", "workers", 1),
+        ("prove", "seed", 0),
         ("prove", "limit_seconds", 1),
         ("bench", "tokens", 1),
         ("bench", "repeats", 1),
     ):
         if hasattr(job, group) and getattr(getattr(job, group), name) < least:
             problems.append(_text(f"{group}.{name}", getattr(getattr(job, group), name), f"{least} or more"))
+    if hasattr(job, "verify") and job.verify.device not in DEVICES:
+        problems.append(_text("verify.device", job.verify.device, "auto, cuda or cpu"))
     return problems
 
 
 def _engine_problems(engine: EngineConfig) -> Iterator[str]:
-    if engine.device not in ("auto", "cuda", "cpu"):
+    if engine.device not in DEVICES:
         yield _text("engine.device", engine.device, "auto, cuda or cpu")
     if engine.tp_size < 1:
         yield _text("engine.tp_size", engine.tp_size, "a whole number of GPUs, 1 or more")

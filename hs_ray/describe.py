@@ -16,13 +16,14 @@ import torch
 from hs_ray.errors import ShardError
 from hs_ray.plan.estimates import size
 from hs_ray.reader import HiddenStatesDataset, Output
-from hs_ray.reader.output import load_markers
+from hs_ray.reader.output import damaged_run, load_markers
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import REJECTED, SAMPLES
 from hs_ray.storage import Storage, open_storage, raise_outage
-from hs_ray.verify.run import read_run
+from hs_ray.verify.run import fact, read_run
 
 BAR = 40  # characters of the longest bar
+SHOWN = {"versions": dict, "plan.truncated": int}  # of run.json, where it has them
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Description:
 
 def describe(path: str, storage_options: Mapping[str, Any] | None = None) -> Description:
     """Look at an output, finished or not. Raises OutputError where there is none, ShardError for damage in its way."""
-    read_run(open_storage(path, storage_options))
+    _check_run(open_storage(path, storage_options))
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "storage_options": storage_options, "incomplete": True}
     dataset = HiddenStatesDataset(path, **options)
     output, plan = dataset.output, dataset.output.run["plan"]
@@ -101,6 +102,16 @@ def describe(path: str, storage_options: Mapping[str, Any] | None = None) -> Des
         | ({"num_tokens": len(sample["input_ids"]), "learnt": int(sample["loss_mask"].sum())} if sample else {}),
         norms=[_norms(name, sample[name]) for name in output.spec.columns] if sample else [],
     )
+
+
+def _check_run(storage: Storage) -> None:
+    """run.json, with what is only shown of it. Raises OutputError where that cannot be."""
+    run = read_run(storage)
+    wrong = [name for name, kind in SHOWN.items() if fact(run, name) is not ... and type(fact(run, name)) is not kind]
+    if any(not {"column", "output_of_layer"} <= layer.keys() for layer in run["spec"]["layers"]):
+        wrong.append("spec.layers")
+    if wrong:
+        raise damaged_run(storage, wrong)
 
 
 def _planned_lengths(output: Output, units: set[int]) -> np.ndarray:

@@ -27,7 +27,7 @@ from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
 from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
-from hs_ray.schema import RUN_JSON, SHARDS
+from hs_ray.reader.output import check_complete, load_json
 from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
 from hs_ray.weights import norm_digest
@@ -80,6 +80,8 @@ def export(
     """
     storage = open_storage(path, storage_options)
     read_run(storage)
+    if not incomplete:  # also the reader's check, which would name its own keyword
+        check_complete(storage, load_json(storage, MANIFEST), "export.incomplete=true")
     # A window of 1: shards are read one after the other, and an open one has its whole footer in memory.
     dataset = HiddenStatesDataset(storage, window=1, incomplete=incomplete, rank=0, world_size=1)
     output = dataset.output

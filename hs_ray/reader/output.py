@@ -129,11 +129,16 @@ def load_run(storage: Storage, also: Mapping[str, type] | None = None) -> dict[s
         wrong += ["spec.layers"] if any(type(i) is not int for i in ids) else []
         wrong += ["spec.final"] if spec["final"] not in FINAL_CHOICES else []
     if wrong:
-        raise OutputError(
-            f"output.path = {storage.root}: {RUN_JSON} is not one of hs_ray's, or damaged: no usable "
-            f"{', '.join(wrong)} in it; check the path, or restore the file"
-        )
+        raise damaged_run(storage, wrong)
     return run
+
+
+def damaged_run(storage: Storage, wrong: Sequence[str]) -> OutputError:
+    """What to raise for a run.json without these."""
+    return OutputError(
+        f"output.path = {storage.root}: {RUN_JSON} is not one of hs_ray's, or damaged: no usable {', '.join(wrong)} in "
+        "it; check the path, or restore the file"
+    )
 
 
 def _at(run: Mapping[str, Any], name: str) -> Any:
@@ -192,13 +197,9 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
     run = load_run(storage)
     storage = find_shards(storage, run)
     manifest = load_json(storage, MANIFEST) or {}
+    if not incomplete:
+        check_complete(storage, manifest, "incomplete=True")
     complete = bool(manifest.get("complete"))
-    if not complete and not incomplete:
-        raise OutputError(
-            f"output.path = {storage.root}: the run is not complete ({MANIFEST} "
-            f"{'says so' if manifest else 'is missing'}); finish it with the same command, or ask for what is "
-            f"committed so far with incomplete=true"
-        )
     named = _from_manifest(storage, manifest) if complete else _from_markers(storage)
     present = {info.path: info for info in storage.list(SHARDS)}
     entries = [entry for entry in named if entry.path in present or storage.holds(entry.node)]
@@ -224,6 +225,16 @@ def open_output(storage: Storage, incomplete: bool = False) -> Output:
         shards=tuple(sorted(entries, key=lambda entry: entry.unit)),
         elsewhere=dict(elsewhere),
     )
+
+
+def check_complete(storage: Storage, manifest: Mapping[str, Any] | None, flag: str) -> None:
+    """Raises OutputError unless this is the manifest of a complete run. flag: what the user may give to go without."""
+    if not (manifest and manifest.get("complete")):
+        raise OutputError(
+            f"output.path = {storage.root}: the run is not complete ({MANIFEST} "
+            f"{'says so' if manifest else 'is missing'}); finish it with the same command, or ask for what is "
+            f"committed so far with {flag}"
+        )
 
 
 def _from_manifest(storage: Storage, manifest: dict[str, Any]) -> list[ShardEntry]:

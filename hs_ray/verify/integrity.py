@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hs_ray.errors import HsRayError, OutputError
+from hs_ray.errors import HsRayError
 from hs_ray.plan import read_unit
 from hs_ray.reader import FinalNorm, HiddenStatesDataset
-from hs_ray.reader.output import find_shards, run_spec
+from hs_ray.reader.output import check_complete, find_shards, run_spec
 from hs_ray.schema import MANIFEST, SHARDS, Marker, marker_path
 from hs_ray.storage import Storage
 from hs_ray.verify.conservation import check_conservation, check_failed, check_rejects
@@ -35,12 +35,9 @@ def verify_integrity(
     storage = find_shards(storage, run)
     report = Report()
     manifest = load_manifest(storage, report)
+    if not incomplete:
+        check_complete(storage, manifest, "verify.incomplete=true")
     complete = manifest if manifest and manifest.get("complete") else None
-    if complete is None and not incomplete:
-        raise OutputError(
-            f"output.path = {storage.root}: the run is not complete; finish it, or check what is committed so far with "
-            f"verify.incomplete=true"
-        )
     markers = load_markers(storage, run["plan"]["units"], report)
     run = check_run(run, markers, report)
     if complete:

@@ -14,6 +14,7 @@ from hs_ray.config import (
     ExportJob,
     ExtractJob,
     Final,
+    ProveJob,
     VerifyJob,
     check,
     load,
@@ -100,6 +101,22 @@ def test_refused_with_this_text(override: str) -> None:
         load(ExtractJob, "extract", [override])
     assert str(caught.value) == REFUSED[override]
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("job", "override", "told"),
+    [
+        (VerifyJob, "verify.device=tpu", "verify.device = tpu: auto, cuda or cpu"),
+        (VerifyJob, "verify.seed=-1", "verify.seed = -1: 0 or more"),
+        (VerifyJob, "verify.samples=0", "verify.samples = 0: 1 or more"),
+        (ExportJob, "export.workers=0", "export.workers = 0: 1 or more"),
+        (ProveJob, "prove.seed=-1", "prove.seed = -1: 0 or more"),
+    ],
+)
+def test_values_that_other_jobs_refuse(job: type, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(job, override.partition(".")[0], [override])
+    assert str(caught.value) == told
 
 
 def test_all_problems_of_spelling_at_once() -> None:

@@ -4,13 +4,15 @@ import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from damage import copied
+from damage import copied, edit_json
 from make_output import PLAN_COLUMNS, H, MadeOutput, make_output, to_float
 
 from hs_ray import schema
@@ -64,6 +66,28 @@ def test_a_file_of_the_plan_that_cannot_be_read(made: MadeOutput, tmp_path: Path
     if path != schema.REJECTED:
         with pytest.raises(ShardError, match="no file of a plan, it has no loss_mask, unit"):
             describe(str(damaged.path))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda run: run.update(versions=5), "versions"),
+        (lambda run: run["spec"]["layers"][1].pop("output_of_layer") and None, "spec.layers"),
+        (lambda run: run["spec"]["layers"][1].pop("column") and None, "spec.layers"),  # the page about the run shows it
+        (lambda run: run["plan"].update(truncated="two"), "plan.truncated"),
+    ],
+)
+def test_a_run_json_that_cannot_be_shown(made: MadeOutput, tmp_path: Path, change: Callable[[Any], Any], told: str):
+    damaged = copied(made, tmp_path / "out")
+    edit_json(damaged.path / schema.RUN_JSON, change)
+    with pytest.raises(OutputError, match=rf"_run/run\.json is not .*, or damaged: no usable {told} in it"):
+        describe(str(damaged.path))
+
+
+def test_a_run_json_of_an_earlier_release(made: MadeOutput, tmp_path: Path):
+    older = copied(made, tmp_path / "out")
+    edit_json(older.path / schema.RUN_JSON, lambda run: run.pop("versions") and None)
+    assert describe(str(older.path)).versions == {}
 
 
 def test_the_ids_of_the_plan_are_not_read(made: MadeOutput, tmp_path: Path):
