@@ -73,7 +73,8 @@ class HiddenStatesDataset(IterableDataset[Sample]):
         refused behind several workers.
     rank, world_size: None: those of torch.distributed, if it is initialised; beside accelerate they have to be given.
     even: drop the last samples (fewer than world_size) so that every rank has the same number.
-    incomplete: read what is committed of an unfinished run.
+    incomplete: read what is committed of an unfinished run, by one rank alone while it goes on: each lists for itself
+        what there is, and one that is a moment later sees more. Their shares would not be of one set.
 
     Raises OutputError (no run there, or an unfinished one), ConfigError (no such column), ShardError (a damaged or
     foreign file, which it names), OSError (a disk or store that is unwell).
