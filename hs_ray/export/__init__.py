@@ -28,6 +28,7 @@ from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
 from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
 from hs_ray.reader.output import check_complete, load_json
+from hs_ray.schema import MANIFEST, RUN_JSON, SHARDS
 from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
 from hs_ray.weights import norm_digest
