@@ -3,17 +3,20 @@
 import json
 import multiprocessing
 import os
+import signal
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from hs_ray.engine.canary import Passed, check
 from hs_ray.engine.engine import HiddenStateEngine
+from hs_ray.engine.entry import SchedulerEntry
 from hs_ray.engine.options import EngineOptions
 from hs_ray.engine.patching import installed_release
 from hs_ray.schema import CaptureSpec, ColumnStats
@@ -56,13 +59,38 @@ def options_for(folder: Path, layers: tuple[int, ...] | None = None, **changes: 
     return replace(options, mem_fraction_static=0.5, attention_backend=ATTENTION, args=pool | dict(options.args))
 
 
-class EngineProcess:
-    """`run` prompts that are submitted together; `canary`; `close`."""
+class Failing(SchedulerEntry):
+    """The last rank fails while it starts, once its capture is configured: that of rank 0 is connected then."""
 
-    def __init__(self, options: EngineOptions):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from hs_ray.engine.capture import Capture
+
+        configure, last = Capture.configure, args[0].tp_size - 1
+
+        def configure_and_fail(capture: Capture, runner: Any) -> None:
+            configure(capture, runner)
+            if capture.tp_rank == last:
+                self.fail()
+
+        with mock.patch.object(Capture, "configure", configure_and_fail):
+            return super().__call__(*args, **kwargs)
+
+    def fail(self) -> None:
+        raise RuntimeError("there is no room")
+
+
+class Killed(Failing):
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EngineProcess:
+    """`run` prompts that are submitted together; `canary`; `close`. A death is told at once, as in the actor."""
+
+    def __init__(self, options: EngineOptions, entry: type[SchedulerEntry] = SchedulerEntry):
         context = multiprocessing.get_context("spawn")
         self.connection, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child, options))
+        self.process = context.Process(target=_serve, args=(child, options, entry))
         self.process.start()
         child.close()
         try:
@@ -105,9 +133,13 @@ class EngineProcess:
         return answer
 
 
-def _serve(connection: Connection, options: EngineOptions) -> None:
+def _serve(connection: Connection, options: EngineOptions, entry: type[SchedulerEntry]) -> None:
+    def on_death(reason: str) -> None:
+        connection.send(f"EngineDiedError: {reason}")
+
     try:
-        engine = HiddenStateEngine(options, poison=True)
+        with mock.patch("hs_ray.engine.engine.SchedulerEntry", entry):
+            engine = HiddenStateEngine(options, on_death, poison=True)
         connection.send({})
         while True:
             what, prompts = connection.recv()

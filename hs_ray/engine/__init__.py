@@ -3,6 +3,7 @@
     patching   applies patches/sglang/v<release>.patch in memory, as the modules are imported
     models     how each model class gives its states, per release
     entry      carries capture into SGLang's scheduler process
+    start_errors  what a scheduler raises while it starts, told to the actor
     capture    runs there: which rows of a batch are whose, and the states of all layers
     row_statistics, row_kernel  norm, largest value and sum of bits of every row, on the device
     transport  rows -> shared memory, and word of them to the actor

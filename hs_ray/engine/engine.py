@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,11 @@ from hs_ray.engine.entry import SchedulerEntry
 from hs_ray.engine.options import EngineOptions, server_args, set_environment
 from hs_ray.engine.patching import check_installed
 from hs_ray.engine.ring import Ring
+from hs_ray.engine.start_errors import StartErrors
 from hs_ray.engine.ticket import BusyClock, SampleStates, Ticket
 from hs_ray.errors import CaptureError, ConfigError, HsRayError
 
 LATE_SECONDS = 60.0  # between the end of a request and its last rows; they come over different channels
-KILLED_AT_ITS_START = "died during initialization (exit code: -"  # SGLang's words; negative: by that signal
 START_SECONDS = 1800.0  # a scheduler that has not connected by then never will
 
 
@@ -70,6 +70,7 @@ class HiddenStateEngine:
         self._closing = False
         self._dead: str | None = None
         self._connected = Event()
+        self._started = Event()
         # An abstract socket: no file to leave behind.
         self._address = f"\0hs_ray-{os.getpid()}-{secrets.token_hex(8)}"
         self._authkey = secrets.token_bytes(32)
@@ -91,7 +92,11 @@ class HiddenStateEngine:
             from sglang.srt.entrypoints.engine import Engine
 
         class CaptureEngine(Engine):
-            pass
+            @classmethod
+            def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+                result, schedulers = super()._launch_scheduler_processes(*args, **kwargs)
+                errors.watch(schedulers)
+                return result, schedulers
 
         options = self.options
         setup = CaptureSetup(
@@ -103,14 +108,28 @@ class HiddenStateEngine:
             address=self._address,
             authkey=self._authkey,
         )
-        CaptureEngine.run_scheduler_process_func = SchedulerEntry(setup)
+        errors = StartErrors()
+        CaptureEngine.run_scheduler_process_func = SchedulerEntry(setup, errors.outbox)
         try:
-            return CaptureEngine(**server_args(options))
-        except RuntimeError as error:
-            if KILLED_AT_ITS_START not in str(error):
-                raise  # what it raised itself, it would raise again
+            engine = CaptureEngine(**server_args(options))
+        except Exception as error:
+            errors.close()
+            self._raise_failure(error, errors)
+        errors.close()
+        self._started.set()
+        return engine
+
+    def _raise_failure(self, error: Exception, errors: StartErrors) -> NoReturn:
+        """EngineDiedError if a scheduler was killed: another start may succeed. Else what would be raised again."""
+        if errors.killed:
             self._died(f"the SGLang scheduler process was killed while it started: {error}")
             raise EngineDiedError(self._dead) from error
+        if errors.first is None:
+            raise error
+        from sglang.srt.utils import kill_process_tree
+
+        kill_process_tree(os.getpid(), include_parent=False)  # as `close`: nothing else would end them before this one
+        raise errors.first from error
 
     def _check_room(self) -> None:
         """Raises ConfigError if the plan's longest sample can never be computed: SGLang would refuse it alone."""
@@ -218,6 +237,7 @@ class HiddenStateEngine:
                 if ticket is not None and ticket.arrived(record["start"], record["count"], record["stats"]):
                     self._complete(ticket)
         except (EOFError, OSError):
+            self._started.wait()  # an end before that is for `_start` to judge
             self._died("the SGLang scheduler process ended")
         except Exception as error:
             self._died(f"the capture's descriptors cannot be read: {type(error).__name__}: {error}")

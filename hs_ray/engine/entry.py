@@ -5,16 +5,20 @@ official override point). The process is spawned, and its target is the first th
 any argument that would import sglang: `__setstate__` is early enough to install the patch.
 """
 
+import socket
 from typing import Any
 
+from hs_ray.engine import start_errors
 from hs_ray.engine.patching import Patch, installed_release
 
 PORT_ARGUMENT, TP_RANK_ARGUMENT = 1, 3  # (server_args, port_args, gpu_id, tp_rank, ...) in every known release
 
 
 class SchedulerEntry:
-    def __init__(self, setup: Any):
-        self.setup = setup
+    """setup: a CaptureSetup. outbox: where an error of the start is told."""
+
+    def __init__(self, setup: Any, outbox: socket.socket):
+        self.setup, self.outbox = setup, outbox
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -22,15 +26,22 @@ class SchedulerEntry:
         self.patch.install()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"setup": self.setup}
+        return {"setup": self.setup, "outbox": self.outbox}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from sglang.srt.managers.scheduler import run_scheduler_process
+        with start_errors.told(self.outbox, args[TP_RANK_ARGUMENT]):
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
         from hs_ray.engine import capture
 
         _announce_files(args[PORT_ARGUMENT])
         capture.activate(capture.Capture(self.setup, self.patch, args[TP_RANK_ARGUMENT]))
+        # The constructor is the whole start. SGLang catches what it raises, so it is told from inside.
+        telling = start_errors.told(self.outbox, args[TP_RANK_ARGUMENT])
+        Scheduler.__init__ = telling(Scheduler.__init__)
         return run_scheduler_process(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """One proof, in a process of its own: twin -> transformers -> SGLang with capture -> comparison.
 
-An engine ends every child of its process and a scheduler that fails kills its parent, so nothing else may live
-in that process.
+An engine ends every child of its process and a scheduler that fails in a batch kills its parent, so nothing else may
+live in that process.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ Prompts = Sequence[npt.NDArray[np.int32]]
 
 
 def measure(request: Request) -> Proof:
-    """Run the proof. Raises UnsupportedError for a class without an entry; an engine that fails ends the process."""
+    """Run the proof. Raises UnsupportedError for a class without an entry. A batch that fails ends the process."""
     entry = entry_for(request.architecture, request.release)
     if entry is None:
         raise UnsupportedError(str(refusal(request.architecture, request.release)))

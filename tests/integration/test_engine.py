@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from engine_process import Captured, EngineProcess, options_for
+from engine_process import Captured, EngineProcess, Failing, Killed, options_for
 
 from hs_ray.schema import state_checksum
 
@@ -139,6 +139,27 @@ def test_a_scheduler_killed_while_it_starts_is_an_engine_that_died(tiny_llama: P
         os.kill(scheduler_about_to_start(), signal.SIGKILL)
         with pytest.raises(RuntimeError, match="EngineDiedError: the SGLang scheduler process was killed"):
             starting.result()
+
+
+def test_a_rank_killed_while_it_starts_is_a_death_whatever_the_other_raises(tiny_llama: Path) -> None:
+    """If the other has started, SGLang ends the engine's process for what it raises: to an actor the same death."""
+    with pytest.raises((RuntimeError, EOFError)) as caught:
+        EngineProcess(options_for(tiny_llama, tp_size=2), Killed)
+    if caught.type is RuntimeError:
+        assert str(caught.value).startswith("EngineDiedError: the SGLang scheduler process was killed")
+
+
+def test_what_the_user_must_change_is_raised_by_the_engine_that_cannot_start(tiny_llama: Path) -> None:
+    """SGLang would end the engine's process, and the job load the model three times to say that an engine died."""
+    with pytest.raises(RuntimeError, match="UnsupportedError: NoSuchModel: no capture entry for SGLang"):
+        EngineProcess(options_for(tiny_llama, architecture="NoSuchModel"))
+
+
+def test_what_any_rank_raises_while_it_starts_is_raised_and_is_no_death(tiny_llama: Path) -> None:
+    """Rank 1 raises; rank 0 has started by then or is about to, and neither its errors nor its end may be told."""
+    words = r"EngineStartError: SGLang's scheduler of rank 1 raised.*RuntimeError: there is no room \("
+    with pytest.raises(RuntimeError, match=words):
+        EngineProcess(options_for(tiny_llama, tp_size=2), Failing)
 
 
 def scheduler_about_to_start() -> int:

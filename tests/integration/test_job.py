@@ -222,6 +222,21 @@ def test_what_the_user_must_change_is_one_message(word: str, message: str, tmp_p
     assert not (tmp_path / "hs/shards").exists()
 
 
+def test_an_engine_that_cannot_start_ends_the_run_with_its_own_words(
+    tiny_random: Path, source: Path, tmp_path: Path
+) -> None:
+    """After one load of the model; weights that do not have the shapes of config.json are SGLang's to find."""
+    model = shutil.copytree(tiny_random, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    done = run(*words(source, tmp_path / "hs"), "layers=[3]", f"model.path={model}", "capture.prove=never", **ENV)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "SGLang's scheduler of rank 0 raised while it started: AssertionError: " in done.stderr, said
+    assert said.count("Traceback") == 1, said
+    assert left_behind() == []
+
+
 def test_an_output_of_another_configuration_is_refused(output: Path, source: Path) -> None:
     done = run(*words(source, output), "layers=[3,8,20]")
     assert done.returncode == 2
