@@ -7,10 +7,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import Condition, Event
+from threading import Event
 from typing import Any
 
 import ray
@@ -20,6 +18,7 @@ from hs_ray.config import ModelConfig
 from hs_ray.engine import canary, cpu
 from hs_ray.engine.engine import EngineDiedError, HiddenStateEngine
 from hs_ray.engine.options import EngineOptions
+from hs_ray.engine.start_errors import EngineStartError
 from hs_ray.errors import RunError
 from hs_ray.extract import extract_unit
 from hs_ray.lease import begin_attempt, check_epoch, deaths, end_attempt, new_attempt
@@ -28,10 +27,12 @@ from hs_ray.pipeline.board import (
     STUCK,
     EngineState,
     Reporter,
+    has_run,
     has_run_on,
     starts_in_a_row,
     wait_while_others_go_on,
 )
+from hs_ray.pipeline.gate import Gate
 from hs_ray.pipeline.metrics import Metrics
 from hs_ray.pipeline.resources import check_scratch, engines_of_this_node, fit_ring, node_memory
 from hs_ray.plan import read_unit
@@ -62,36 +63,6 @@ class ActorJob:
     canary: bool
     prove: str  # capture.prove
     poison: bool = False
-
-
-class Gate:
-    """Units run together; one that took part in several deaths runs alone, so that it alone is to blame."""
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._running = 0
-        self._alone = False
-        self._waiting = 0  # suspects, who go before newcomers
-
-    @contextmanager
-    def enter(self, alone: bool) -> Iterator[None]:
-        with self._changed:
-            if alone:
-                self._waiting += 1
-                self._changed.wait_for(lambda: not self._alone and self._running == 0)
-                self._waiting -= 1
-                self._alone = True
-            else:
-                self._changed.wait_for(lambda: not self._alone and self._waiting == 0)
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                if alone:
-                    self._alone = False
-                self._changed.notify_all()
 
 
 class UnitError(Exception):
@@ -134,6 +105,9 @@ class HiddenStateExtractor:
             self.engine = self._prepare(first_here=not has_run_on(board, node))
             board.started.remote(actor, node)
             self.reporter.set("running")
+        except EngineStartError as error:
+            self._stay_out(error, board, node)
+            self._failure = error
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver has to hear of it
             self._failure = error
 
@@ -148,6 +122,17 @@ class HiddenStateExtractor:
                 f"log and the actor's, says why (out of memory: lower engine.mem_fraction_static, raise "
                 f"engine.tp_size)"
             )
+
+    def _stay_out(self, error: EngineStartError, board: Any, node: str) -> None:
+        """What a scheduler raises at its start it would raise again, and not on another node: returns once no other
+        engine is left to do the work.
+
+        Not where one has run before: then it was the death of that one, which a GPU may need a moment to be free of.
+        """
+        if has_run_on(board, node) or has_run(board):
+            _die(str(error))
+        self.reporter.set(STUCK, f"cannot start, and is left out: {error}")
+        wait_while_others_go_on(board)
 
     def _prepare(self, first_here: bool) -> HiddenStateEngine:
         options = self._options(first_here)

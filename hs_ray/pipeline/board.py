@@ -64,6 +64,9 @@ class Board:
             for heard, state in self._states.values()
         )
 
+    def has_run(self, actor: str) -> bool:
+        return actor in self._ran
+
     def has_run_on(self, node: str) -> bool:
         return node in self._ran_on
 
@@ -105,6 +108,14 @@ def has_run_on(board: Any, node: str) -> bool:
     """Whether an engine of this run has come to run on that node; true where the board cannot be asked."""
     try:
         return bool(ray.get(board.has_run_on.remote(node), timeout=ASK_SECONDS))
+    except ray.exceptions.RayError:
+        return True
+
+
+def has_run(board: Any) -> bool:
+    """Whether the actor that calls it came to run before it was started again; true where the board cannot be asked."""
+    try:
+        return bool(ray.get(board.has_run.remote(ray.get_runtime_context().get_actor_id()), timeout=ASK_SECONDS))
     except ray.exceptions.RayError:
         return True
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hs_ray.engine.start_errors import EngineStartError
 from hs_ray.pipeline import actor
 from hs_ray.pipeline.actor import HiddenStateExtractor
 from hs_ray.pipeline.board import EngineState
@@ -53,3 +54,30 @@ def test_the_canarys_seconds_are_not_the_works(monkeypatch: pytest.MonkeyPatch) 
         engine.busy_s = now
         extractor._refresh(state)
     assert (counted, state.busy_s) == ([1.0, 2.0], 3.0)
+
+
+class DiedError(Exception):
+    """In place of the signal."""
+
+
+@pytest.mark.parametrize("ran", ["here", "elsewhere", "never"])
+def test_an_engine_that_cannot_start(ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node without a working GPU must not end the run of the others; one whose engine has died gets another try."""
+    error, said = EngineStartError("no memory"), []
+
+    def die(reason: str) -> None:
+        raise DiedError(reason)
+
+    monkeypatch.setattr(actor, "has_run_on", lambda board, node: ran == "here")
+    monkeypatch.setattr(actor, "has_run", lambda board: ran == "elsewhere")
+    monkeypatch.setattr(actor, "wait_while_others_go_on", lambda board: said.append("waited"))
+    monkeypatch.setattr(actor, "_die", die)
+    extractor: Any = object.__new__(HiddenStateExtractor)
+    extractor.reporter = SimpleNamespace(set=lambda state, detail: said.append(state))
+    if ran != "never":
+        with pytest.raises(DiedError, match="no memory"):
+            extractor._stay_out(error, None, "node")
+        assert said == []
+    else:
+        extractor._stay_out(error, None, "node")
+        assert said == [actor.STUCK, "waited"]
