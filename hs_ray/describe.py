@@ -16,7 +16,8 @@ import torch
 from hs_ray.errors import ShardError
 from hs_ray.plan.estimates import size
 from hs_ray.reader import HiddenStatesDataset, Output
-from hs_ray.reader.output import damaged_run, load_markers
+from hs_ray.reader.output import load_markers
+from hs_ray.reader.run import damaged_run
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import REJECTED, SAMPLES
 from hs_ray.storage import Storage, open_storage, raise_outage

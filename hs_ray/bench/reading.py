@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from hs_ray.config import BenchJob
 from hs_ray.reader import HiddenStatesDataset
-from hs_ray.reader.output import find_shards, load_run
+from hs_ray.reader.run import find_shards, load_run
 from hs_ray.schema import SHARDS
 from hs_ray.storage import Storage, open_storage
 

@@ -6,7 +6,6 @@ One module a trainer; the unit of work is a shard, in processes of their own. A 
 that was cut off goes on where it was. Nothing is shifted: every trainer shifts for itself.
 """
 
-import json
 import multiprocessing
 import shutil
 import time
@@ -23,17 +22,17 @@ import torch
 from hs_ray.errors import ConfigError, OutputError, RunError
 from hs_ray.export.common import TMP, Choice, Exporter, Totals, write_whole
 from hs_ray.export.modelopt import ModelOptExporter
+from hs_ray.export.note import NOTE, check_same, make_note, write_note
 from hs_ray.export.specforge import SpecForgeExporter
 from hs_ray.export.speculators import SpeculatorsExporter
 from hs_ray.export.speculators_v1 import SpeculatorsV1Exporter
-from hs_ray.reader import HiddenStatesDataset, Output, load_final_norm
-from hs_ray.reader.output import check_complete, load_json
+from hs_ray.reader import HiddenStatesDataset, Output
+from hs_ray.reader.output import check_complete
+from hs_ray.reader.run import load_json
 from hs_ray.schema import MANIFEST, RUN_JSON, SHARDS
 from hs_ray.storage import open_storage
 from hs_ray.verify.run import read_run
-from hs_ray.weights import norm_digest
 
-NOTE = "hs_ray_export.json"  # beside the data: whose it is, and the layers in the trainer's spelling
 EXPORTERS: dict[str, type[Exporter]] = {
     kind.name: kind for kind in (SpeculatorsExporter, SpecForgeExporter, ModelOptExporter, SpeculatorsV1Exporter)
 }
@@ -96,7 +95,7 @@ def export(
         raise ConfigError(
             f"export.draft_vocab_size = {draft_vocab_size}: from 1 to the model's vocabulary, {exporter.vocab_size}"
         )
-    note = _note(exporter, output)
+    note = make_note(exporter, output)
     folder = _prepare(Path(target), exporter, output, note, draft_vocab_size, log)
     firsts = np.cumsum([0] + [shard.samples for shard in output.shards]).tolist()
     tasks = [_Task(dataset, str(folder), exporter, i, firsts[i]) for i in range(len(output.shards))]
@@ -104,10 +103,10 @@ def export(
     if draft_vocab_size is not None:
         _check_learnt(totals, draft_vocab_size)
     note |= {"draft_vocab_size": draft_vocab_size}
-    _write_note(folder, note)  # before the mapping: one that is there is noted
+    write_note(folder, note)  # before the mapping: one that is there is noted
     exporter.finish(folder, totals, draft_vocab_size)
     note |= {"complete": True}
-    _write_note(folder, note)
+    write_note(folder, note)
     shutil.rmtree(folder / TMP, ignore_errors=True)
     return note
 
@@ -121,37 +120,6 @@ def _check_learnt(totals: Totals, draft_vocab_size: int) -> None:
         )
 
 
-def _note(exporter: Exporter, output: Output) -> dict[str, Any]:
-    """What the files of an export are made from: another output, or the same one extracted anew, differs in it."""
-    return {
-        "target": exporter.name,
-        "fingerprint": output.fingerprint,
-        "shards": [{"unit": shard.unit, "samples": shard.samples, "sha256": shard.sha256} for shard in output.shards],
-        "model": exporter.model,
-        "samples": output.samples,
-        "tokens": output.tokens,
-        "final": exporter.norm,
-        "final_norm": _norm_in_use(exporter, output),
-        "layer_ids": list(exporter.choice.layers),
-        "output_of_layers": exporter.choice.outputs_of,
-        exporter.name: exporter.layers_note(),
-        "draft_vocab_size": None,
-        "complete": False,
-    }
-
-
-def _norm_in_use(exporter: Exporter, output: Output) -> str | None:
-    """The digest of the final norm that the files are made with; None where they need none."""
-    if not exporter.needs_norm:
-        return None
-    norm = load_final_norm(output.storage)
-    return norm_digest(norm.weight, norm.eps, norm.kind)
-
-
-def _write_note(folder: Path, note: dict[str, Any]) -> None:
-    write_whole(folder, NOTE, lambda file: file.write_text(json.dumps(note, indent=1)))
-
-
 def _prepare(
     target: Path, exporter: Exporter, output: Output, note: dict[str, Any], draft_vocab_size: int | None, log: Log
 ) -> Path:
@@ -163,7 +131,7 @@ def _prepare(
         raise OutputError(f"export.path = {target}: cannot be made ({error.strerror})") from None
     there, mapping = 0, None
     if (target / NOTE).exists():
-        mapping = _check_same(target, note, draft_vocab_size)
+        mapping = check_same(target, note, draft_vocab_size)
         there = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     elif any(entry.name != TMP for entry in target.iterdir()):  # a start that was cut off leaves that alone
         raise OutputError(f"export.path = {target}: is not empty and not an export of ours; choose another folder")
@@ -177,7 +145,7 @@ def _prepare(
         raise OutputError(
             f"export.path = {target}: {(size - there) / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free"
         )
-    _write_note(target, note | {"draft_vocab_size": mapping})
+    write_note(target, note | {"draft_vocab_size": mapping})
     return target.resolve()
 
 
@@ -188,46 +156,6 @@ def _check_outside(target: Path, output: Output) -> None:
         root = Path(local).resolve().parents[1] if local else None
         if root and target.resolve().is_relative_to(root):
             raise OutputError(f"export.path = {target}: is inside the output, {root}; choose a folder elsewhere")
-
-
-def _check_same(target: Path, note: dict[str, Any], draft_vocab_size: int | None) -> int | None:
-    """What is in the folder was made from the very same shards, so its files need not be made again.
-
-    Returns the size of the draft vocabulary whose mapping is there, None for none.
-    """
-    advice = "choose another folder, or remove this one"
-    try:
-        old = json.loads((target / NOTE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise OutputError(f"export.path = {target}: {NOTE} cannot be read ({error}); {advice}") from None
-    if not isinstance(old, dict):
-        raise OutputError(f"export.path = {target}: {NOTE} is no note of ours; {advice}")
-    for name in ("target", "fingerprint"):
-        if old.get(name) != note[name]:
-            raise OutputError(f"export.path = {target}: holds another export ({name} differs); {advice}")
-    _check_shards(target, old, note, advice)
-    if old.get("final_norm", note["final_norm"]) != note["final_norm"]:  # earlier releases did not note it
-        raise OutputError(f"export.path = {target}: holds an export made with another final norm; {advice}")
-    mapping: int | None = old.get("draft_vocab_size")
-    if mapping not in (None, draft_vocab_size):  # where there is none, one is added
-        raise OutputError(
-            f"export.path = {target}: holds another export (with export.draft_vocab_size={mapping}); "
-            f"give the same, {advice}"
-        )
-    return mapping
-
-
-def _check_shards(target: Path, old: dict[str, Any], note: dict[str, Any], advice: str) -> None:
-    if "shards" not in old:
-        raise OutputError(
-            f"export.path = {target}: was begun by an earlier release, which did not note the shards that its files "
-            "are made from; remove it and export again"
-        )
-    if old["shards"] != note["shards"]:
-        raise OutputError(
-            f"export.path = {target}: holds another export (its shards are others: the output was extracted anew or "
-            f"has grown); {advice}"
-        )
 
 
 def _run(tasks: list[_Task], workers: int, output: Output, exporter: Exporter, log: Log) -> Totals:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hs_ray.errors import OutputError, ShardError
-from hs_ray.reader.output import load_json
+from hs_ray.reader.run import load_json
 from hs_ray.schema import FINAL_NORM, MANIFEST
 from hs_ray.storage import Storage
 from hs_ray.weights import norm_digest

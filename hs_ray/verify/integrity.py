@@ -8,7 +8,8 @@ from typing import Any
 from hs_ray.errors import HsRayError
 from hs_ray.plan import read_unit
 from hs_ray.reader import FinalNorm, HiddenStatesDataset
-from hs_ray.reader.output import check_complete, find_shards, run_spec
+from hs_ray.reader.output import check_complete
+from hs_ray.reader.run import find_shards, run_spec
 from hs_ray.schema import MANIFEST, SHARDS, Marker, marker_path
 from hs_ray.storage import Storage
 from hs_ray.verify.conservation import check_conservation, check_failed, check_rejects

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hs_ray.errors import ShardError
-from hs_ray.reader.output import OUR_SHARD, load_json
+from hs_ray.reader.output import OUR_SHARD
+from hs_ray.reader.run import load_json
 from hs_ray.schema import DONE, FORMAT_VERSION, MANIFEST, SHARDS, Marker, marker_path, unit_name
 from hs_ray.storage import PerNodeStorage, Storage
 from hs_ray.verify.report import MAX_SHOWN, Report

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from hs_ray.errors import OutputError
 from hs_ray.plan import read_unit
 from hs_ray.plan.files import UNITS_KEY, part_path
-from hs_ray.reader.output import run_spec
+from hs_ray.reader.run import run_spec
 from hs_ray.reader.shard import READ_ERRORS
 from hs_ray.schema import RUN_JSON, SAMPLES, CaptureSpec, Sample, unit_name
 from hs_ray.storage import Storage, raise_outage

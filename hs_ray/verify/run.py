@@ -8,7 +8,7 @@ from hs_ray.errors import ConfigError
 
 # What a start compares with run.json; an audit must not have another idea of it.
 from hs_ray.plan.resolved import NEUTRAL_ENGINE_ARGS, digest
-from hs_ray.reader.output import load_run, run_spec
+from hs_ray.reader.run import load_run, run_spec
 from hs_ray.schema import RUN_JSON, Marker, layer_spellings, resolve_layers
 from hs_ray.storage import Storage
 from hs_ray.verify.report import Report

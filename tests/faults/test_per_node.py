@@ -17,7 +17,7 @@ from hs_ray.errors import ConfigError, OutputError
 from hs_ray.export import export
 from hs_ray.manifest import clean_leftovers, drop_untrusted, read_markers
 from hs_ray.reader import HiddenStatesDataset
-from hs_ray.reader.output import find_shards, load_run
+from hs_ray.reader.run import find_shards, load_run
 from hs_ray.storage import PerNodeStorage, open_storage
 from hs_ray.verify import verify_integrity
 from hs_ray.writer import shard_is_whole
