@@ -54,7 +54,9 @@ def audit_shard(
     audit = ShardAudit()
     path = str(marker.shard)
     try:
-        _audit(storage, run, columns, marker, planned, norm, audit)
+        parquet = _open(storage, marker, audit.report)
+        if parquet is not None and footer_fits(parquet, path, run, columns, marker, audit.report):
+            _Rows(parquet, path, run, columns, planned, norm, audit).check(marker)
     except HsRayError:  # the store, not the file
         raise
     except Exception as error:  # noqa: BLE001  damage can surface as anything, and must not hide the other shards' results
@@ -63,30 +65,21 @@ def audit_shard(
     return audit
 
 
-def _audit(
-    storage: Storage,
-    run: dict[str, Any],
-    columns: tuple[str, ...],
-    marker: Marker,
-    planned: list[Sample],
-    norm: FinalNorm | None,
-    audit: ShardAudit,
-) -> None:
+def _open(storage: Storage, marker: Marker, report: Report) -> pq.ParquetFile | None:
+    """The file that a marker names, whole: its size and sha256. None where it is no Parquet file."""
     path = str(marker.shard)
     try:
         data = _load(storage, path)
         if data.size != marker.bytes:
-            audit.report.add("size", path, f"{data.size} bytes, the marker says {marker.bytes}")
+            report.add("size", path, f"{data.size} bytes, the marker says {marker.bytes}")
         digest = hashlib.sha256(data).hexdigest()
         if digest != marker.sha256:
-            audit.report.add("checksum", path, f"sha256 is {digest[:16]}..., the marker says {marker.sha256[:16]}...")
-        parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+            report.add("checksum", path, f"sha256 is {digest[:16]}..., the marker says {marker.sha256[:16]}...")
+        return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     except READ_ERRORS as error:
         raise_outage(error)
-        audit.report.add("file", path, f"not a readable Parquet file ({error})")
-        return
-    if footer_fits(parquet, path, run, columns, marker, audit.report):
-        _Rows(parquet, path, run, columns, planned, norm, audit).check(marker)
+        report.add("file", path, f"not a readable Parquet file ({error})")
+        return None
 
 
 def _load(storage: Storage, path: str) -> pa.Buffer:

@@ -28,7 +28,8 @@ from hs_ray.schema import ATTEMPTS, DONE
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-CODE = [path for part in ("hs_ray", "jobs", "tests/faults") for path in sorted((ROOT / part).rglob("*.py"))]
+PARTS = [("hs_ray", "*.py"), ("jobs", "*.py"), ("tests/faults", "*.py"), ("patches", "*.patch")]
+CODE = [path for part, files in PARTS for path in sorted((ROOT / part).rglob(files))]
 NOTES = ROOT / "outputs/faults" / hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:16]
 MakeChain = Callable[[Path, int], Chain]  # from a folder of its own and a seed
 KILLS = ("driver", "actor", "scheduler", "writer", "node")
