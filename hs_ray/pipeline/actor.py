@@ -131,7 +131,7 @@ class HiddenStateExtractor:
         """
         if has_run_on(board, node) or has_run(board):
             _die(str(error))
-        self.reporter.set(STUCK, f"cannot start, and is left out: {error}")
+        self.reporter.set(STUCK, f"cannot start, and is left out: {str(error):.200}")
         wait_while_others_go_on(board)
 
     def _prepare(self, first_here: bool) -> HiddenStateEngine:
