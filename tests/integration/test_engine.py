@@ -173,10 +173,12 @@ def scheduler_about_to_start() -> int:
             for pid in pids:
                 with contextlib.suppress(OSError):  # a child that is gone again: the janitor detaches itself
                     words[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-            own = Path(f"/proc/{engine.pid}/cmdline").read_bytes()  # also a child's, until it executes another program
-            spawned = [pid for pid, line in words.items() if b"spawn_main" in line and line != own]
+            spawned = [pid for pid, line in words.items() if b"spawn_main" in line]
             if spawned and not any(b"sglang::" in line for line in words.values()):
-                return spawned[0]
+                time.sleep(0.5)  # a child looks like its parent until it executes a program of its own, `lscpu` say
+                with contextlib.suppress(OSError):
+                    if b"spawn_main" in Path(f"/proc/{spawned[0]}/cmdline").read_bytes():
+                        return spawned[0]
         time.sleep(0.05)  # nothing tells of a process's children
     raise TimeoutError("no engine has begun to start")
 
