@@ -98,30 +98,30 @@ def new_board() -> Any:
 def starts_in_a_row(board: Any) -> int:
     """`Board.starting` of the actor that calls it; 1 where the board cannot be asked."""
     context = ray.get_runtime_context()
-    try:
-        return int(ray.get(board.starting.remote(context.get_actor_id(), context.get_node_id()), timeout=ASK_SECONDS))
-    except ray.exceptions.RayError:
-        return 1
+    return int(_ask(1, board.starting, context.get_actor_id(), context.get_node_id()))
 
 
 def has_run_on(board: Any, node: str) -> bool:
     """Whether an engine of this run has come to run on that node; true where the board cannot be asked."""
-    try:
-        return bool(ray.get(board.has_run_on.remote(node), timeout=ASK_SECONDS))
-    except ray.exceptions.RayError:
-        return True
+    return bool(_ask(True, board.has_run_on, node))
 
 
 def has_run(board: Any) -> bool:
     """Whether the actor that calls it came to run before it was started again; true where the board cannot be asked."""
+    return bool(_ask(True, board.has_run, ray.get_runtime_context().get_actor_id()))
+
+
+def _ask(otherwise: Any, method: Any, *words: str) -> Any:
+    """What a method of the board answers; `otherwise` where it is gone: no run depends on it."""
     try:
-        return bool(ray.get(board.has_run.remote(ray.get_runtime_context().get_actor_id()), timeout=ASK_SECONDS))
+        return ray.get(method.remote(*words), timeout=ASK_SECONDS)
     except ray.exceptions.RayError:
-        return True
+        return otherwise
 
 
 def wait_while_others_go_on(board: Any) -> None:
-    """Of an actor that keeps dying while it starts. Returns when no other is left; with the run it ends earlier."""
+    """Of an actor that cannot start, or keeps dying while it does. Returns when no other is left; with the run it
+    ends earlier."""
     actor = ray.get_runtime_context().get_actor_id()
     while True:
         with contextlib.suppress(ray.exceptions.RayError):

@@ -76,12 +76,11 @@ def damaged_run(storage: Storage, wrong: Sequence[str]) -> OutputError:
     )
 
 
-def value_at(run: Mapping[str, Any], name: str) -> Any:
-    """The value of `a.b.c`; None where there is none."""
-    found: Any = run
+def value_at(run: Any, name: str, missing: Any = None) -> Any:
+    """The value of `a.b.c`; `missing` where there is none."""
     for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        run = run.get(key, missing) if isinstance(run, Mapping) else missing
+    return run
 
 
 def find_shards(storage: Storage, run: Mapping[str, Any]) -> Storage:

@@ -8,7 +8,7 @@ from hs_ray.errors import ConfigError
 
 # What a start compares with run.json; an audit must not have another idea of it.
 from hs_ray.plan.resolved import NEUTRAL_ENGINE_ARGS, digest
-from hs_ray.reader.run import load_run, run_spec
+from hs_ray.reader.run import load_run, run_spec, value_at
 from hs_ray.schema import RUN_JSON, Marker, layer_spellings, resolve_layers
 from hs_ray.storage import Storage
 from hs_ray.verify.report import Report
@@ -44,9 +44,7 @@ def read_run(storage: Storage) -> dict[str, Any]:
 
 def fact(run: Any, name: str) -> Any:
     """The value of `a.b.c`; Ellipsis where there is none: None is a value."""
-    for key in name.split("."):
-        run = run.get(key, ...) if isinstance(run, Mapping) else ...
-    return run
+    return value_at(run, name, missing=...)
 
 
 def check_run(run: dict[str, Any], markers: Mapping[int, Marker], report: Report) -> dict[str, Any]:

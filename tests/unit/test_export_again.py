@@ -184,7 +184,7 @@ class Killer:
 
 def test_a_worker_that_was_killed_is_one_message():
     with pytest.raises(RunError) as caught:
-        list(exporting._results([Killer(), Killer()], 2))  # type: ignore[list-item]
+        list(exporting._results([Killer(), Killer()], 2))  # type: ignore[list-item]  # it kills whoever unpickles it
     assert str(caught.value) == (
         "export.workers = 2: a worker was killed, most likely for want of memory; fewer, and run the same command again"
     )

@@ -46,7 +46,7 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     left = mine
     while time.monotonic() < deadline and (left or Path(f"/proc/{child}").exists() or any(tmp_path.iterdir())):
-        time.sleep(0.1)
+        time.sleep(0.1)  # the janitor tells nobody what it has done
         left = {path.name for path in Path("/dev/shm").iterdir()} & {n for n in mine if n == name or n[:4] == "sem."}
     assert left == set() and list(tmp_path.iterdir()) == []
     assert not Path(f"/proc/{child}").exists()
@@ -65,7 +65,7 @@ subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null & echo $!"], check=Tru
 """
 TITLED = """
 code = f"import os, time, {sys.argv[2]} as titles; titles.setproctitle('sglang::detokenizer');"
-code += "print(os.getpid(), flush=True); time.sleep(600)"
+code += "print(os.getpid(), flush=True); time.sleep(600)"  # until it is killed, which is what is tested
 shell = subprocess.Popen(["sh", "-c", 'setsid "$0" -c "$1" &', sys.executable, code], stdout=subprocess.PIPE)
 os.write(1, shell.stdout.readline())
 """
@@ -99,7 +99,7 @@ def test_what_the_janitor_had_no_time_to_see(moment: str, tmp_path: Path) -> Non
     child = Path(f"/proc/{int(done.stdout)}")
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and (child.exists() or shared.exists()):
-        time.sleep(0.1)
+        time.sleep(0.1)  # the janitor tells nobody what it has done
     assert not child.exists() and not shared.exists()
 
 
@@ -111,7 +111,7 @@ def test_an_orphan_with_a_title(titles: str, tmp_path: Path) -> None:
     orphan = Path(f"/proc/{int(done.stdout)}")
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and orphan.exists():
-        time.sleep(0.1)
+        time.sleep(0.1)  # the janitor tells nobody what it has done
     assert not orphan.exists()
 
 
